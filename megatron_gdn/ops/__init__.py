@@ -1,0 +1,1 @@
+"""One file per operation: the only doors to kernels."""
