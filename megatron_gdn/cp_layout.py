@@ -112,3 +112,27 @@ def borders_in(cu_seqlens: tuple[int, ...], start: int, end: int) -> tuple[int, 
     """`start`, every document border strictly inside (start, end), and `end`, without repeats."""
     inner = sorted({c for c in cu_seqlens if start < c < end})
     return (start, *inner, end)
+
+
+def halo_routes(
+    layout: CPLayout, cp_size: int, cp_rank: int
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Who sends the end of which span to whom, so that every span sees what came before it.
+
+    Returns:
+        (sends, receives). sends: (destination rank, local slot) in the order in which an
+        all-to-all wants them. receives: (source rank, local slot that the arrival precedes) in the
+        order of arrival. Span 0 receives nothing, the last span sends nothing.
+    """
+    spans = rank_spans(layout, cp_size, cp_rank)
+    num_spans = cp_size * len(spans)
+    sends, receives = [], []
+    for slot, span in enumerate(spans):
+        if span + 1 < num_spans:
+            rank, their_slot = span_holder(layout, cp_size, span + 1)
+            sends.append((rank, their_slot, slot))
+        if span > 0:
+            rank, _ = span_holder(layout, cp_size, span - 1)
+            receives.append((rank, slot))
+    # Sender and receiver agree on the order within a pair of ranks: by the receiver's slot.
+    return tuple((rank, slot) for rank, _, slot in sorted(sends)), tuple(sorted(receives))

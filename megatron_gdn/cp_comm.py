@@ -1,0 +1,185 @@
+"""Collectives of context parallelism with their gradients, on a group that the caller gives.
+
+Only `all_to_all_single`, `all_gather_into_tensor` and `reduce_scatter_tensor` are used, so that
+every path runs on gloo (CPU and CUDA tensors) and on NCCL.
+
+Legend: S tokens of the stream, s of this rank, B batch, C channels, c this rank's share of them,
+R rows of the local buffer (spans x batch, span-major). Capital: all ranks; lower case: this rank.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gdn import cp_layout
+from megatron_gdn.stream import StreamPlan
+
+
+class _AllToAll(torch.autograd.Function):
+    """`all_to_all_single` along dim 0; its gradient is the same exchange the other way round."""
+
+    @staticmethod
+    def forward(ctx, x, group, send_splits, recv_splits):
+        ctx.group, ctx.splits = group, (send_splits, recv_splits)
+        out = x.new_empty((sum(recv_splits), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), recv_splits, send_splits, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        send_splits, recv_splits = ctx.splits
+        return _AllToAll.apply(grad, ctx.group, recv_splits, send_splits), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenate every rank's tensor along dim 0; its gradient is summed back to each rank."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, send_splits: list[int], recv_splits: list[int]) -> Tensor:
+    """Send `send_splits[j]` leading entries of `x` to rank j, in order; receive likewise.
+
+    Args:
+        x: [sum(send_splits), ...], any floating dtype.
+        group: the ranks that exchange.
+        send_splits: entries of dim 0 for each rank of the group.
+        recv_splits: entries of dim 0 from each rank of the group.
+
+    Returns:
+        [sum(recv_splits), ...] in order of the source rank.
+
+    Communication: one all-to-all; the same in backward.
+    """
+    return _AllToAll.apply(x, group, send_splits, recv_splits)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `x` stacked along dim 0 in rank order.
+
+    Communication: one all-gather; one reduce-scatter of the same size in backward.
+    """
+    return _AllGather.apply(x, group)
+
+
+def ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Tensor:
+    """Give `x` to the rank `steps` after this one and take that of the rank `steps` before.
+
+    Written as an all-to-all with one non-empty split, since gloo has no send/recv for CUDA tensors.
+
+    Communication: one all-to-all that moves x once; no gradient (callers write their own backward).
+    """
+    size, rank = group.size(), group.rank()
+    send, recv = [0] * size, [0] * size
+    send[(rank + steps) % size] = recv[(rank - steps) % size] = x.shape[0]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), recv, send, group=group)
+    return out
+
+
+def cp2hp(x_sBC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
+    """From this rank's tokens with all channels to all tokens with this rank's channels.
+
+    Args:
+        x_sBC: [s, B, cp, c]; block j of the third axis goes to rank j.
+        plan: layout and sizes of the microbatch.
+        cp_group: ranks sharing the stream.
+
+    Returns:
+        [S, B, c], tokens in stream order.
+
+    Communication: one all-to-all of s*B*cp*c elements, of which (cp-1)/cp leave the rank.
+    """
+    s, batch, cp_size, c = x_sBC.shape
+    stacked = all_to_all(x_sBC.permute(2, 0, 1, 3), cp_group, [1] * cp_size, [1] * cp_size)
+    spans = stacked.reshape(-1, plan.span_len, batch, c)
+    if plan.layout == "zigzag":
+        spans = spans.index_select(0, plan.stacked_to_stream)
+    return spans.reshape(cp_size * s, batch, c)
+
+
+def hp2cp(x_SBc: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
+    """Inverse of `cp2hp`: [S, B, c] in stream order to [s, B, cp * c], channels by rank."""
+    seq_len, batch, c = x_SBc.shape
+    cp_size = plan.cp_size
+    spans = x_SBc.reshape(-1, plan.span_len, batch, c)
+    if plan.layout == "zigzag":
+        spans = spans.index_select(0, plan.stream_to_stacked)
+    stacked = spans.reshape(cp_size, seq_len // cp_size, batch, c)
+    received = all_to_all(stacked, cp_group, [1] * cp_size, [1] * cp_size)
+    return received.permute(1, 2, 0, 3).reshape(seq_len // cp_size, batch, cp_size * c)
+
+
+def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
+    """The last t tokens before each row, from whichever rank holds them.
+
+    Args:
+        tails_RtC: last t tokens of each of this rank's rows, [R, t, C].
+        plan: layout and sizes of the microbatch.
+        cp_group: ranks sharing the stream.
+
+    Returns:
+        [R, t, C]; zeros before the stream's first token. Whether a document continues across the
+        border is not looked at here: the convolution masks by position.
+
+    Communication: one all-to-all of at most spans_per_rank*B*t*C elements; the same in backward.
+    """
+    sends, receives = cp_layout.halo_routes(plan.layout, plan.cp_size, plan.cp_rank)
+    tails = tails_RtC.reshape(-1, plan.batch, *tails_RtC.shape[1:])
+    slots = tails.unbind(0)
+    send_splits, recv_splits = [0] * plan.cp_size, [0] * plan.cp_size
+    for rank, _ in sends:
+        send_splits[rank] += 1
+    for rank, _ in receives:
+        recv_splits[rank] += 1
+    outgoing = torch.stack([slots[slot] for _, slot in sends]) if sends else tails[:0]
+    incoming = all_to_all(outgoing, cp_group, send_splits, recv_splits).unbind(0)
+    before = [torch.zeros_like(slots[0]) for _ in slots]
+    for arrival, (_, slot) in zip(incoming, receives, strict=True):
+        before[slot] = arrival
+    return torch.cat(before)
+
+
+def exchange_states(summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
+    """The recurrent state at the start of each of this rank's rows.
+
+    A row is an affine map of the state that enters it: X_out = M X_in + S. M is exactly zero where a
+    document begins inside the row, so document borders need no further care here.
+
+    Args:
+        summaries: [R, H, K, K + V] fp32, M in the first K columns and S in the last V.
+        plan: layout and sizes of the microbatch.
+        cp_group: ranks sharing the stream.
+
+    Returns:
+        [R, H, K, V] fp32.
+
+    Communication: one all-gather of R*H*K*(K+V) fp32 values per rank, one reduce-scatter of the same
+    size in backward; independent of the number of tokens.
+    Source: the affine form of the gated delta rule, Yang et al., "Gated Delta Networks" (2024); the
+    exchange of (M, S) between ranks as in flash-linear-attention, fla/ops/cp.
+    """
+    num_rows, heads, key_dim, _ = summaries.shape
+    slots = num_rows // plan.batch
+    gathered = all_gather(summaries.reshape(slots, plan.batch, *summaries.shape[1:]), cp_group)
+    mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
+    order = cp_layout.stacked_to_stream(plan.layout, plan.cp_size)
+    by_slot = gathered.unbind(0)
+    state = torch.zeros_like(by_slot[0][..., key_dim:])
+    at_start = {0: state}
+    for span in range(max(mine)):
+        m, s = by_slot[order[span]].split([key_dim, summaries.shape[-1] - key_dim], dim=-1)
+        state = torch.matmul(m, state) + s
+        at_start[span + 1] = state
+    return torch.cat([at_start[span] for span in mine])
