@@ -43,9 +43,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
+        return reduce_scatter(grad, ctx.group), None
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, send_splits: list[int], recv_splits: list[int]) -> Tensor:
@@ -71,6 +69,16 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Communication: one all-gather; one reduce-scatter of the same size in backward.
     """
     return _AllGather.apply(x, group)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of the sum of every rank's `x`, cut along dim 0 in rank order.
+
+    Communication: one reduce-scatter; no gradient (callers write their own backward).
+    """
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
 
 
 def ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Tensor:
@@ -144,9 +152,11 @@ def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGro
     for rank, _ in receives:
         recv_splits[rank] += 1
     outgoing = torch.stack([slots[slot] for _, slot in sends]) if sends else tails[:0]
-    incoming = all_to_all(outgoing, cp_group, send_splits, recv_splits).unbind(0)
-    before = [torch.zeros_like(slots[0]) for _ in slots]
-    for arrival, (_, slot) in zip(incoming, receives, strict=True):
+    incoming = all_to_all(outgoing, cp_group, send_splits, recv_splits)
+    # Read even where nothing arrives, so that the exchange has a backward on every rank.
+    nothing, *arrivals = torch.cat([torch.zeros_like(tails[:1]), incoming]).unbind(0)
+    before = [nothing] * len(slots)
+    for arrival, (_, slot) in zip(arrivals, receives, strict=True):
         before[slot] = arrival
     return torch.cat(before)
 
@@ -170,16 +180,18 @@ def exchange_states(summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessG
     Source: the affine form of the gated delta rule, Yang et al., "Gated Delta Networks" (2024); the
     exchange of (M, S) between ranks as in flash-linear-attention, fla/ops/cp.
     """
-    num_rows, heads, key_dim, _ = summaries.shape
+    num_rows, _, key_dim, _ = summaries.shape
     slots = num_rows // plan.batch
     gathered = all_gather(summaries.reshape(slots, plan.batch, *summaries.shape[1:]), cp_group)
-    mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
-    order = cp_layout.stacked_to_stream(plan.layout, plan.cp_size)
     by_slot = gathered.unbind(0)
     state = torch.zeros_like(by_slot[0][..., key_dim:])
-    at_start = {0: state}
-    for span in range(max(mine)):
-        m, s = by_slot[order[span]].split([key_dim, summaries.shape[-1] - key_dim], dim=-1)
+    entering = [state]
+    for slot in cp_layout.stacked_to_stream(plan.layout, plan.cp_size)[:-1]:
+        m, s = by_slot[slot].tensor_split([key_dim], dim=-1)
         state = torch.matmul(m, state) + s
-        at_start[span + 1] = state
-    return torch.cat([at_start[span] for span in mine])
+        entering.append(state)
+    # Stacked before any is chosen: a rank that needs none of the others' summaries has to take part in
+    # the backward exchange all the same.
+    entering = torch.stack(entering).unbind(0)
+    mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
+    return torch.cat([entering[span] for span in mine])

@@ -29,7 +29,7 @@ def causal_conv1d_silu(x: Tensor, weight: Tensor, rows: Rows, halo: Tensor | Non
     out = x32 * weight32[:, -1]
     for back in range(1, width):
         tap = padded[:, width - 1 - back : width - 1 - back + row_len] * weight32[:, -1 - back]
-        if not rows.whole:
+        if halo is not None or not rows.whole:
             tap = torch.where((rows.positions >= back).unsqueeze(-1), tap, 0.0)
         out = out + tap
     return F.silu(out).to(x.dtype)

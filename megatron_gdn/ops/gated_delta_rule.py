@@ -76,8 +76,8 @@ def gated_delta_rule(
 class _Borders:
     """Document borders inside chunks, as 0/1 masks shared by all heads and layers."""
 
-    same: Tensor
-    """Token j <= i of the same document, [R, 1, 1, N, C, C], bool."""
+    earlier: Tensor
+    """Token j < i of the same document, [R, 1, 1, N, C, C], bool."""
     continues: Tensor
     """The document entered the chunk from before it, [R, 1, 1, N, C, 1], fp32."""
     leaves: Tensor
@@ -94,7 +94,7 @@ def _borders(rows: Rows, chunk: int) -> _Borders:
         document = starts.cumsum(-1)
         same = document.unsqueeze(-1) == document.unsqueeze(-2)
         cache[chunk] = _Borders(
-            same & same.new_ones(chunk, chunk).tril(),
+            same & same.new_ones(chunk, chunk).tril(-1),
             (document == 0).float().unsqueeze(-1),
             (document == document[..., -1:]).float().unsqueeze(-1),
         )
@@ -131,14 +131,19 @@ def _torch_rule(q, k, v, a, b, A_log, dt_bias, rows, exchange):
     g, beta = (_to_chunks(x.unsqueeze(-1), CHUNK, groups) for x in (g, beta))
     borders = _borders(rows, CHUNK)
 
-    # Decay from the later of (chunk start, document start) to each token, and between tokens.
-    decay = torch.matmul(borders.same.to(g.dtype), g)
-    between = (decay - decay.transpose(-1, -2)).masked_fill(~borders.same, float("-inf")).exp()
+    # Decay from the later of (chunk start, document start) to each token, between tokens, and from each
+    # token to the chunk's end. Each exponent is the sum over just its own tokens, never a difference of
+    # two longer sums: where decay is strong, their rounding would drown the true gradient of g.
+    identity = torch.eye(CHUNK, device=g.device)
+    lower = torch.ones_like(identity).tril()
+    earlier = borders.earlier.to(g.dtype)
+    decay = torch.matmul(earlier + identity, g)
+    before = torch.matmul(lower, g * lower.tril(-1)).masked_fill(~borders.earlier, float("-inf")).exp()
     from_start = decay.exp() * borders.continues
-    to_end = (decay[..., -1:, :] - decay).exp() * borders.leaves
+    to_end = torch.matmul(earlier.transpose(-1, -2), g).exp() * borders.leaves
 
     # (I + A) U = beta (V - from_start K X_in) gives what each token writes: U = U_0 - W X_in.
-    system = torch.matmul(k, k.transpose(-1, -2)) * between * beta
+    system = torch.matmul(k, k.transpose(-1, -2)) * before * beta
     right = torch.cat([beta * v, (beta * from_start) * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     writes, erases = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
@@ -150,7 +155,7 @@ def _torch_rule(q, k, v, a, b, A_log, dt_bias, rows, exchange):
     transfer = transfer - torch.matmul(keys_to_end, erases)
 
     states = _chunk_states(transfer, update, exchange)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * between
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (before + identity)
     out = torch.matmul(q * from_start - torch.matmul(scores, erases), states) + torch.matmul(scores, writes)
     out = out.permute(0, 3, 4, 1, 2, 5).reshape(num_rows, -1, heads, v.shape[-1])
     return out[:, :row_len].to(dtype)

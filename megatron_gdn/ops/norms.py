@@ -1,7 +1,8 @@
-"""RMSNorm with an optional zero-centred weight, in plain PyTorch."""
+"""RMSNorm with an optional zero-centred weight, plain and gated, in plain PyTorch."""
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -18,26 +19,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm as a megatron-core norm submodule, for backends that lack it.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """rms_norm(x) * silu(gate), the gate in fp32; returned in x's dtype.
 
-    The host's `WrappedTorchNorm` refuses both a zero-centred weight and sequence parallelism.
+    Args:
+        x: [..., D], any floating dtype.
+        gate: as x.
+        weight: [D].
+        eps: added to the mean square.
+        zero_centered: whether the weight is stored as its difference from one.
 
-    Attributes:
-        weight: [hidden_size]; zeros at start when `config.layernorm_zero_centered_gamma`, else ones.
-            Under sequence parallelism each rank sees part of the tokens, so it is marked for the
-            host's all-reduce of such gradients over the tensor-parallel group.
+    Source: order of casts as in megatron-core 0.19.2, core/ssm/gated_delta_net/common.py,
+    `_apply_gated_norm`: the norm is rounded to x's dtype before the gate.
     """
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6):
-        super().__init__()
-        self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        start = torch.zeros if self.zero_centered else torch.ones
-        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis of `x`; same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+    return (rms_norm(x, weight, eps, zero_centered) * F.silu(gate.float())).to(x.dtype)

@@ -1,0 +1,46 @@
+"""RMSNorm modules that megatron-core's local backend lacks."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_gdn.float32 import Float32Parameters
+from megatron_gdn.ops.norms import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm as a megatron-core norm submodule.
+
+    The host's `WrappedTorchNorm` refuses both a zero-centred weight and sequence parallelism.
+
+    Attributes:
+        weight: [hidden_size]; zeros at start when `config.layernorm_zero_centered_gamma`, else ones.
+            Under sequence parallelism each rank sees part of the tokens, so it is marked for the
+            host's all-reduce of such gradients over the tensor-parallel group.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=self.weight_dtype(config), device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def weight_dtype(self, config) -> torch.dtype:
+        """The model's parameter dtype."""
+        return config.params_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis of `x`; same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+class Float32RMSNorm(Float32Parameters, RMSNorm):
+    """RMSNorm whose weight stays fp32 in a bf16 or fp16 model, as the released models keep it."""
+
+    float32_parameters = ("weight",)
+
+    def weight_dtype(self, config) -> torch.dtype:
+        """fp32, whatever the model's."""
+        return torch.float32
