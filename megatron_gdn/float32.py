@@ -21,6 +21,7 @@ class Float32Parameters(nn.Module):
             if not any(tensor is k for k in kept):
                 return fn(tensor)
             device = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
-            return torch.empty_like(tensor, device=device) if device.type == "meta" else tensor.to(device)
+            moved = "meta" not in (tensor.device.type, device.type)
+            return tensor.to(device) if moved else torch.empty_like(tensor, device=device)
 
         return super()._apply(without_cast, recurse)

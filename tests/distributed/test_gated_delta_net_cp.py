@@ -36,7 +36,9 @@ def run_layer(layer, config, groups, packing, want: Truth, dtype=torch.float32):
     case = PACKINGS[packing]
     cp, rank = groups.cp.size(), groups.cp.rank()
     plan = StreamPlan(config.cp_layout, cp, rank, case.seq_len, case.batch, case.borders, CPU)
-    mine = [local_part(x, config.cp_layout, cp, rank, 1).transpose(0, 1) for x in (want.hidden, want.upstream)]
+    mine = [
+        local_part(x, config.cp_layout, cp, rank, 1).transpose(0, 1) for x in (want.hidden, want.upstream)
+    ]
     hidden, upstream = (x.to(dtype).contiguous() for x in mine)
     if config.sequence_parallel:
         hidden, upstream = (x.chunk(groups.tp.size())[groups.tp.rank()] for x in (hidden, upstream))
@@ -130,7 +132,9 @@ def check_bf16(rank, world_size, cp):
                     assert_no_worse(f"{mode} {layout} {name}", got, part, truth_part, BF16_FACTOR)
                 for name, exact in want.param_grads.items():
                     assert relative_rms(whole_grads[name], exact) < 0.1  # the comparison itself is sound
-                    assert_no_worse(f"{mode} {layout} d {name}", grads[name], whole_grads[name], exact, BF16_FACTOR)
+                    assert_no_worse(
+                        f"{mode} {layout} d {name}", grads[name], whole_grads[name], exact, BF16_FACTOR
+                    )
 
 
 @pytest.mark.parametrize("cp", (2, 4))
