@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -65,7 +65,47 @@ class Rows:
         return out.to(self.device)
 
     @cached_property
+    def cu_seqlens_cpu(self) -> Tensor:
+        """Borders of all pieces in the rows laid end to end, [pieces + 1], int32, on the CPU."""
+        lengths = [b - a for borders in self.borders for a, b in pairwise(borders)]
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Borders of all pieces in the rows laid end to end, [pieces + 1], int32, as varlen kernels want."""
-        lengths = [b - a for borders in self.borders for a, b in zip(borders, borders[1:], strict=False)]
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+        """`cu_seqlens_cpu` on the rows' device, as varlen kernels want it."""
+        return self.cu_seqlens_cpu.to(self.device)
+
+    @cached_property
+    def first_pieces(self) -> Tensor:
+        """For each row, which of all pieces is its first, [R], int64."""
+        pieces = [len(borders) - 1 for borders in self.borders]
+        return torch.tensor([0, *accumulate(pieces)][:-1], device=self.device)
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """Whether a row lies inside one document that began before it, [R], bool."""
+        through = [
+            len(b) == 2 and first > 0 for b, first in zip(self.borders, self.first_positions, strict=True)
+        ]
+        return torch.tensor(through, device=self.device)
+
+    @cached_property
+    def tails(self) -> "Rows":
+        """The last piece of every row, all laid end to end in one row."""
+        lengths = [borders[-1] - borders[-2] for borders in self.borders]
+        return Rows(((0, *accumulate(lengths)),), (0,), self.device)
+
+    def extended(self, taps: int) -> "Rows":
+        """The rows with the `taps` tokens before each of them put in front; made once per `taps`.
+
+        What is put in front belongs to the row's first document as far as that reaches back. Only the
+        borders are right there, as a convolution needs; positions are not.
+        """
+        cache = self.__dict__.setdefault("_extended", {})
+        if taps not in cache:
+            borders = tuple(
+                tuple(sorted({0, max(taps - first, 0), *(b + taps for b in row[1:])}))
+                for row, first in zip(self.borders, self.first_positions, strict=True)
+            )
+            cache[taps] = Rows(borders, (0,) * self.num_rows, self.device)
+        return cache[taps]

@@ -22,6 +22,12 @@ def causal_conv1d_silu(x: Tensor, weight: Tensor, rows: Rows, halo: Tensor | Non
     Returns:
         [R, s, C] in x's dtype.
     """
+    run = _fla_conv if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else _torch_conv
+    return run(x, weight, rows, halo)
+
+
+def _torch_conv(x, weight, rows, halo):
+    """One shifted product per tap."""
     width, row_len = weight.shape[1], x.shape[1]
     weight32, x32 = weight.float(), x.float()
     before = x32.new_zeros(x.shape[0], width - 1, x.shape[2]) if halo is None else halo.float()
@@ -33,3 +39,21 @@ def causal_conv1d_silu(x: Tensor, weight: Tensor, rows: Rows, halo: Tensor | Non
             tap = torch.where((rows.positions >= back).unsqueeze(-1), tap, 0.0)
         out = out + tap
     return F.silu(out).to(x.dtype)
+
+
+def _fla_conv(x, weight, rows, halo):
+    """flash-linear-attention's Triton kernel, all pieces of all rows in one call."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    num_rows, row_len, channels = x.shape
+    taps = 0 if halo is None else halo.shape[1]
+    if taps:
+        x, rows = torch.cat([halo, x], dim=1), rows.extended(taps)
+    out, _ = causal_conv1d(
+        x=x.reshape(1, -1, channels),
+        weight=weight,
+        activation="silu",
+        cu_seqlens=rows.cu_seqlens,
+        cu_seqlens_cpu=rows.cu_seqlens_cpu,
+    )
+    return out.view(num_rows, taps + row_len, channels)[:, taps:]

@@ -26,9 +26,9 @@ StateExchange = Callable[[Tensor], Tensor]
 """Summaries of the local rows [R, H, K, K+V] to the states that enter them [R, H, K, V], fp32."""
 
 
-def backend_name(device: torch.device) -> str:
-    """Name of the kernel that runs on `device`, for people to read."""
-    return "torch"
+def backend_name(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which kernel runs for tensors of this device and dtype: "fla" or "torch"."""
+    return "fla" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "torch"
 
 
 def gated_delta_rule(
@@ -69,7 +69,9 @@ def gated_delta_rule(
             f"--linear-num-value-heads must be a multiple of --linear-num-key-heads; "
             f"this rank has {v.shape[2]} and {q.shape[2]}."
         )
-    return _torch_rule(q, k, v, a, b, A_log, dt_bias, rows, exchange)
+    run = _fla_rule if backend_name(v.device, v.dtype) == "fla" else _torch_rule
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return run(q, k, v, g, b.float().sigmoid(), rows, exchange)
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,6 @@ def _borders(rows: Rows, chunk: int) -> _Borders:
     return cache[chunk]
 
 
-def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay g <= 0 and write strength beta in (0, 1), both fp32."""
-    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return g, b.float().sigmoid()
-
-
 def _l2norm(x: Tensor) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -120,11 +116,10 @@ def _to_chunks(x: Tensor, chunk: int, groups: int) -> Tensor:
     return x.permute(0, 3, 4, 1, 2, 5)
 
 
-def _torch_rule(q, k, v, a, b, A_log, dt_bias, rows, exchange):
+def _torch_rule(q, k, v, g, beta, rows, exchange):
     """Chunked form in fp32: all chunks at once, then one short product per chunk for the state."""
     num_rows, row_len, heads, _ = v.shape
     groups, dtype = heads // q.shape[2], v.dtype
-    g, beta = _gates(a, b, A_log, dt_bias)
     q = _to_chunks(_l2norm(q) * q.shape[-1] ** -0.5, CHUNK, 1)
     k = _to_chunks(_l2norm(k), CHUNK, 1)
     v = _to_chunks(v.float(), CHUNK, groups)
@@ -177,3 +172,62 @@ def _chunk_states(transfer: Tensor, update: Tensor, exchange: StateExchange | No
         states.append(state)
         state = torch.matmul(m, state) + s
     return torch.stack(states, dim=3)
+
+
+def _fla_rule(q, k, v, g, beta, rows, exchange):
+    """flash-linear-attention's Triton kernels, all pieces of all rows in one call.
+
+    Gates are made here and every argument is one that fla's signature names: what it does not know, its
+    `**kwargs` would swallow.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def laid_out(x):
+        return x.flatten(0, 1).unsqueeze(0).contiguous()
+
+    state = None
+    if exchange is not None:
+        entering = exchange(_fla_summaries(q, k, v, g, beta, rows))
+        pieces = rows.cu_seqlens_cpu.numel() - 1
+        state = entering.new_zeros(pieces, *entering.shape[1:]).index_copy(0, rows.first_pieces, entering)
+    out, _ = chunk_gated_delta_rule(
+        q=laid_out(q),
+        k=laid_out(k),
+        v=laid_out(v),
+        g=laid_out(g),
+        beta=laid_out(beta),
+        initial_state=state,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=rows.cu_seqlens,
+        cu_seqlens_cpu=rows.cu_seqlens_cpu,
+    )
+    return out.view_as(v)
+
+
+def _fla_summaries(q, k, v, g, beta, rows):
+    """[M | S] of every row, [R, H, K, K + V] fp32: the rule run on V' = K + V value channels.
+
+    Started from [I | 0], with zeros for the first K values of every token, it ends in [M | S].
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def tails(x):
+        ends = [row[borders[-2] :] for row, borders in zip(x, rows.borders, strict=True)]
+        return torch.cat(ends).unsqueeze(0)
+
+    heads, key_dim = v.shape[2], k.shape[3]
+    start = torch.eye(key_dim, key_dim + v.shape[3], device=v.device)
+    _, summaries = chunk_gated_delta_rule(
+        q=tails(q),
+        k=tails(k),
+        v=F.pad(tails(v), (key_dim, 0)),
+        g=tails(g),
+        beta=tails(beta),
+        initial_state=start.expand(rows.num_rows, heads, -1, -1).contiguous(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=rows.tails.cu_seqlens,
+        cu_seqlens_cpu=rows.tails.cu_seqlens_cpu,
+    )
+    m, s = summaries.tensor_split([key_dim], dim=-1)
+    return torch.cat([m * rows.inside.view(-1, 1, 1, 1), s], dim=-1)
