@@ -128,7 +128,9 @@ def _layer_spec(
 ) -> ModuleSpec:
     """One TransformerLayer. Checkpoint keys are those of the host's fused layers, fused here or not."""
     norm, fused = backend.layer_norm(rms_norm=True), backend.fuse_layernorm_and_linear()
-    keys = {} if fused else {"input_layernorm.": f"self_attention.{mixer.metainfo['input_linear']}.layer_norm_"}
+    keys = (
+        {} if fused else {"input_layernorm.": f"self_attention.{mixer.metainfo['input_linear']}.layer_norm_"}
+    )
     if moe:
         mlp = get_moe_module_spec_for_backend(
             backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
