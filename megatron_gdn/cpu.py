@@ -57,6 +57,19 @@ def skip_helper_compilation() -> None:
         utils.compile_helpers = lambda: None
 
 
+def fork_checkpoint_writer() -> None:
+    """Let the host's checkpoint writer fork its helper process instead of starting a new interpreter.
+
+    A new one imports the training script again, which takes longer than writing a small checkpoint. It
+    is needed where CUDA runs, since CUDA does not survive a fork.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = functools.partial(
+        filesystem_async.get_write_results_queue, "fork"
+    )
+
+
 def _is_cuda(device: object) -> bool:
     return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
 
@@ -198,7 +211,7 @@ def _complete_gloo() -> None:
 
 
 def _hush() -> None:
-    """Silence warnings that say nothing here: one generator for both devices, no TE, no Triton, no pinning."""
+    """Silence what is no news here: one generator for both devices, no TE, no Triton, no pinned memory."""
 
     class NotTheSharedGenerator(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:

@@ -1,0 +1,254 @@
+"""Every refusal of sizes, shapes and layouts that a user can cause.
+
+A message says which flag, what was got, what is needed and the way out.
+
+All checks read values that are equal on every rank, so that all ranks refuse together, before the first
+collective. `config` is an argument namespace of Megatron or a `Qwen35Config`: the names are the same.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_gdn.cp_layout import CP_LAYOUTS, span_length
+
+CP_COMM_TYPES = ("all_gather", "p2p")
+_SPEC_MODULE = "megatron_gdn.layer_specs"
+
+
+def check_gdn_shape(config: Any) -> None:
+    """Refuse head counts and a layer pattern that no GatedDeltaNet model has.
+
+    Raises:
+        ValueError: value heads no multiple of key heads, or a layer pattern of the wrong length.
+    """
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        raise ValueError(
+            f"--linear-num-value-heads {values} must be a multiple of --linear-num-key-heads {keys}: each "
+            "key head serves the same number of value heads."
+        )
+    pattern = config.linear_attention_freq
+    if pattern is None or (isinstance(pattern, list) and len(pattern) != config.num_layers):
+        raise ValueError(
+            f"--linear-attention-freq {pattern} must be N (every Nth layer is attention) or a list of "
+            f"--num-layers {config.num_layers} ones (GatedDeltaNet) and zeros (attention); Qwen3.5 has 4."
+        )
+
+
+def check_parallel_sizes(config: Any, mode: str) -> None:
+    """Refuse parallel sizes that the model's heads cannot be divided by.
+
+    Args:
+        config: sizes and head counts.
+        mode: GDN context parallelism, "headwise" or "chunkwise".
+
+    Raises:
+        ValueError: see the messages.
+    """
+    _check_cp_choices(config)
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    for flag, heads in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
+        if heads % tp:
+            raise ValueError(
+                f"{flag} {heads} must be a multiple of --tensor-model-parallel-size {tp}; lower it to a "
+                f"divisor of {heads}."
+            )
+    if mode != "headwise":
+        return
+    way_out = (
+        "lower --context-parallel-size, or use --spec megatron_gdn.layer_specs get_qwen35_chunkwise_cp_spec."
+    )
+    if values % (tp * cp):
+        raise ValueError(
+            f"--context-parallel-size {cp} with headwise CP needs the value heads of each tensor-parallel "
+            f"rank ({values} / {tp} = {values // tp}) to be a multiple of {cp}; {way_out}"
+        )
+    keys_local = keys // tp
+    if keys_local % cp and cp % keys_local:
+        raise ValueError(
+            f"--context-parallel-size {cp} with headwise CP needs the key heads of each tensor-parallel "
+            f"rank ({keys} / {tp} = {keys_local}) to be a multiple or a divisor of {cp}; {way_out}"
+        )
+
+
+def _check_cp_choices(config: Any) -> None:
+    chosen = config.cp_comm_type
+    for name in [chosen] if isinstance(chosen, str) else chosen or ():
+        if name not in CP_COMM_TYPES:
+            raise ValueError(
+                f"--cp-comm-type {name} is not supported by this project's attention; use all_gather (least "
+                "latency) or p2p (least memory). Neither depends on the number of heads, as a2a does."
+            )
+    if config.cp_layout not in CP_LAYOUTS:
+        raise ValueError(f"--cp-layout {config.cp_layout} is unknown; use {' or '.join(CP_LAYOUTS)}.")
+
+
+def check_lengths(
+    config: Any, mode: str, *, seq_length: int, micro_batch_sizes: Iterable[int], packed: bool
+) -> None:
+    """Refuse streams that the ranks cannot share evenly.
+
+    Args:
+        config: parallel sizes and layout.
+        mode: "headwise" or "chunkwise".
+        seq_length: tokens of one sample.
+        micro_batch_sizes: samples of a microbatch, in training and in evaluation.
+        packed: whether documents are packed, so that a microbatch is one stream.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
+    for samples in sorted(set(micro_batch_sizes)):
+        stream = seq_length * samples if packed else seq_length
+        length = span_length(config.cp_layout, cp, stream)
+        if config.sequence_parallel and (stream // cp) % tp:
+            multiple = cp * tp * (stream // cp // length)
+            raise ValueError(
+                f"--sequence-parallel needs the {stream // cp} tokens of each context-parallel rank (stream "
+                f"of {stream} / --context-parallel-size {cp}) to be a multiple of "
+                f"--tensor-model-parallel-size {tp}; use a --seq-length that is a multiple of {multiple}."
+            )
+        taps = config.linear_conv_kernel_dim - 1
+        if mode == "chunkwise" and cp > 1 and length < taps:
+            raise ValueError(
+                f"chunkwise CP needs spans of at least {taps} tokens (--linear-conv-kernel-dim "
+                f"{config.linear_conv_kernel_dim} - 1), got {length} from a stream of {stream}; raise "
+                "--seq-length or lower --context-parallel-size."
+            )
+
+
+def check_documents(args: Any) -> None:
+    """Refuse flags that would cut documents without the layers knowing of it.
+
+    Raises:
+        ValueError: see the message.
+    """
+    if args.reset_attention_mask and not packs_documents(args):
+        raise ValueError(
+            "--reset-attention-mask alone reaches no layer here: document borders go to every layer as "
+            "lengths; use --dataloader-inter-document-masking (or --reset-position-ids) instead."
+        )
+
+
+def packs_documents(args: Any) -> bool:
+    """Whether the documents of a microbatch are kept apart, one stream of them all."""
+    return bool(args.dataloader_inter_document_masking or args.reset_position_ids)
+
+
+def check_data(prefixes: list[str], check: Callable[[str, int], None], vocab_size: int) -> None:
+    """Refuse missing or damaged data sets.
+
+    Args:
+        prefixes: every path prefix that the data flags name.
+        check: refuses one prefix, given the vocabulary size.
+        vocab_size: token ids lie in [0, vocab_size).
+
+    Raises:
+        ValueError: no prefix at all, or what `check` raises.
+    """
+    if not prefixes:
+        raise ValueError(
+            "--data-path is missing: name a prefix made by `python -m megatron_gdn prepare-data` "
+            "(or use --mock-data)."
+        )
+    for prefix in prefixes:
+        check(prefix, vocab_size)
+
+
+def check_vocabulary(tokenizer: str, needed: int, vocab_size: int) -> None:
+    """Refuse a tokenizer with more ids than the model has embeddings.
+
+    Raises:
+        ValueError: see the message.
+    """
+    if needed > vocab_size:
+        raise ValueError(
+            f"--tokenizer {tokenizer} has {needed} token ids but the model's --vocab-size is {vocab_size}; "
+            f"pass --vocab-size {needed}, or another tokenizer."
+        )
+
+
+def check_folder(flag: str, folder: str | None) -> None:
+    """Refuse an output folder that cannot be made.
+
+    Raises:
+        ValueError: a file stands in its way, or its parent cannot be written to.
+    """
+    parent = folder and os.path.abspath(folder)
+    while parent and not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if parent and not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
+        raise ValueError(
+            f"{flag} {folder} cannot be written: {parent} is no folder that this user may write to."
+        )
+
+
+def resolve_spec(names: list[str] | None) -> Callable:
+    """The spec function that `--spec MODULE FUNCTION` names.
+
+    The host would train its default model when the name does not resolve.
+
+    Returns:
+        The function; its `gdn_cp_mode` attribute says how GDN uses context parallelism.
+
+    Raises:
+        ValueError: missing, not found, or no spec of this project.
+    """
+    module_name, function_name = names if names and len(names) == 2 else (None, None)
+    function = None
+    if module_name:
+        try:
+            function = getattr(importlib.import_module(module_name), function_name, None)
+        except ModuleNotFoundError as error:
+            # A module that exists but lacks one of its own imports is another fault: let it speak.
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+    if not callable(function) or not hasattr(function, "gdn_cp_mode"):
+        got = f"--spec {' '.join(names)} names no layer spec" if names else "--spec is missing"
+        raise ValueError(f"{got}; use --spec {_SPEC_MODULE} with one of {', '.join(_spec_names())}.")
+    return function
+
+
+def _spec_names() -> list[str]:
+    return [name for name in dir(importlib.import_module(_SPEC_MODULE)) if name.startswith("get_qwen35_")]
+
+
+def check_required(args: Any) -> None:
+    """Refuse a run without the flags that no size sets.
+
+    Raises:
+        ValueError: names every missing flag.
+    """
+    missing = [
+        "--" + name.replace("_", "-")
+        for name in ("seq_length", "micro_batch_size", "lr")
+        if getattr(args, name) is None
+    ]
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        missing.append("--train-iters (or --train-samples)")
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing; no --qwen35-size sets what depends on the run.")
+
+
+def check_unsupported(args: Any) -> None:
+    """Refuse host features that would bypass this script's data or layers.
+
+    Raises:
+        ValueError: see the message.
+    """
+    refused = {
+        "--yaml-cfg": args.yaml_cfg,
+        "--sft": args.sft,
+        "--fim-data": args.fim_data,
+        "--hybrid-context-parallel": args.hybrid_context_parallel,
+        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--perform-rl-step": args.perform_rl_step,
+    }
+    for flag, value in refused.items():
+        if value:
+            raise ValueError(f"{flag} is not supported by pretrain_qwen35.py; leave it out.")

@@ -1,0 +1,212 @@
+"""What is refused, what is not, and that each message has the flag and the way out."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_gdn import validation
+
+
+def make_sizes(**changes) -> SimpleNamespace:
+    """Sizes that every check accepts, with `changes`."""
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_conv_kernel_dim": 4,
+        "cp_comm_type": ["all_gather"],
+        "cp_layout": "zigzag",
+        "sequence_parallel": False,
+    }
+    return SimpleNamespace(**sizes | changes)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "keys", "values", "mode"),
+    [
+        (1, 2, 16, 32, "headwise"),
+        (2, 8, 16, 32, "headwise"),
+        (1, 32, 16, 32, "headwise"),  # each key head on two ranks
+        (4, 8, 16, 32, "headwise"),
+        (1, 3, 16, 32, "chunkwise"),
+        (2, 64, 2, 4, "chunkwise"),
+    ],
+)
+def test_check_parallel_sizes_accepts_what_can_be_shared(tp, cp, keys, values, mode):
+    """Key heads may be replicated; chunkwise asks nothing of cp."""
+    validation.check_parallel_sizes(
+        make_sizes(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            linear_num_key_heads=keys,
+            linear_num_value_heads=values,
+        ),
+        mode,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "words"),
+    [
+        ({"context_parallel_size": 64}, "headwise", "value heads .*32.* multiple of 64.*chunkwise"),
+        (
+            {"context_parallel_size": 4, "linear_num_key_heads": 6, "linear_num_value_heads": 12},
+            "headwise",
+            "key heads .*6.* multiple or a divisor of 4.*chunkwise",
+        ),
+        ({"tensor_model_parallel_size": 3}, "chunkwise", "--linear-num-key-heads 16 .*parallel-size 3"),
+        ({"cp_comm_type": ["a2a"]}, "chunkwise", "--cp-comm-type a2a .*use all_gather .*or p2p"),
+        ({"cp_comm_type": "a2a+p2p"}, "chunkwise", r"--cp-comm-type a2a\+p2p "),
+        ({"cp_layout": "striped"}, "chunkwise", "--cp-layout striped .*zigzag or contiguous"),
+    ],
+)
+def test_check_parallel_sizes_refuses(changes, mode, words):
+    """Each refusal names the flag, what it got and the way out."""
+    with pytest.raises(ValueError, match=words):
+        validation.check_parallel_sizes(make_sizes(**changes), mode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq_length", "samples", "packed"),
+    [
+        ({}, 256, 3, False),
+        ({"cp_layout": "contiguous"}, 6, 1, False),
+        ({}, 6, 2, True),  # 12 tokens together, though 6 would not do
+        ({"context_parallel_size": 1}, 7, 1, False),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, 8, 1, False),
+    ],
+)
+def test_check_lengths_accepts(changes, seq_length, samples, packed):
+    """Only the stream must divide."""
+    validation.check_lengths(
+        make_sizes(**changes), "headwise", seq_length=seq_length, micro_batch_sizes=[samples], packed=packed
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "seq_length", "words"),
+    [
+        ({}, "headwise", 258, "--seq-length.*multiple of 4"),
+        ({"cp_layout": "contiguous"}, "headwise", 257, "--seq-length.*multiple of 2"),
+        ({}, "chunkwise", 8, "spans of at least 3 tokens.* got 2 .*--seq-length"),
+        (
+            {"sequence_parallel": True, "tensor_model_parallel_size": 4},
+            "headwise",
+            12,
+            "--sequence-parallel needs the 6 tokens .*multiple of 16",
+        ),
+    ],
+)
+def test_check_lengths_refuses(changes, mode, seq_length, words):
+    """Streams that cannot be cut, spans shorter than the convolution, shards that tp cannot share."""
+    with pytest.raises(ValueError, match=words):
+        validation.check_lengths(
+            make_sizes(**changes), mode, seq_length=seq_length, micro_batch_sizes=[1], packed=False
+        )
+
+
+def test_check_lengths_asks_for_evaluation_too():
+    """The evaluation's micro-batch is a stream as well."""
+    with pytest.raises(ValueError, match="stream of 6 tokens"):
+        validation.check_lengths(
+            make_sizes(), "headwise", seq_length=6, micro_batch_sizes=[2, 1], packed=True
+        )
+
+
+def make_document_flags(masking=False, positions=False, mask=False) -> SimpleNamespace:
+    """The three flags of the host about documents."""
+    return SimpleNamespace(
+        dataloader_inter_document_masking=masking, reset_position_ids=positions, reset_attention_mask=mask
+    )
+
+
+def test_check_documents():
+    """A mask that no layer would see is refused, unless documents are kept apart anyway."""
+    validation.check_documents(make_document_flags(mask=True, positions=True))
+    with pytest.raises(
+        ValueError, match="--reset-attention-mask alone .*--dataloader-inter-document-masking"
+    ):
+        validation.check_documents(make_document_flags(mask=True))
+
+
+def test_check_data_asks_about_every_prefix():
+    """Every prefix is checked with the vocabulary; none at all is refused."""
+    seen = []
+    validation.check_data(["a", "b"], lambda prefix, size: seen.append((prefix, size)), 257)
+    assert seen == [("a", 257), ("b", 257)]
+    with pytest.raises(ValueError, match="--data-path is missing: .*prepare-data"):
+        validation.check_data([], lambda prefix, size: None, 257)
+
+
+def test_check_vocabulary():
+    """A tokenizer may have fewer ids than the model, not more."""
+    validation.check_vocabulary("byte", 257, 257)
+    with pytest.raises(ValueError, match="--tokenizer byte has 257 .*pass --vocab-size 257"):
+        validation.check_vocabulary("byte", 257, 256)
+
+
+def test_check_folder(tmp_path):
+    """A folder may be missing; a file in its way is refused, and nothing is made."""
+    validation.check_folder("--save", None)
+    validation.check_folder("--save", str(tmp_path / "new" / "run"))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--save .*file/run cannot be written"):
+        validation.check_folder("--save", str(tmp_path / "file" / "run"))
+
+
+@pytest.fixture
+def specs(monkeypatch) -> ModuleType:
+    """A module of layer specs in place of ours, so that resolving a name builds nothing."""
+
+    def get_qwen35_some_cp_spec():
+        pass
+
+    get_qwen35_some_cp_spec.gdn_cp_mode = "headwise"
+    module = ModuleType("megatron_gdn.layer_specs")
+    module.get_qwen35_some_cp_spec = get_qwen35_some_cp_spec
+    module.get_backend = lambda: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_resolve_spec(specs):
+    """A name that resolves gives the function."""
+    names = ["megatron_gdn.layer_specs", "get_qwen35_some_cp_spec"]
+    assert validation.resolve_spec(names) is specs.get_qwen35_some_cp_spec
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        None,
+        ["megatron_gdn.layer_specs"],
+        ["megatron_gdn.layer_specs", "get_qwen35_other_spec"],
+        ["megatron_gdn.layer_specs", "get_backend"],  # callable, but no spec
+        ["megatron_gdn.no_such_module", "get_qwen35_some_cp_spec"],
+        ["no_such_package.specs", "get_qwen35_some_cp_spec"],
+    ],
+)
+def test_resolve_spec_refuses_and_lists_the_names(specs, names):
+    """Missing and unknown names are answered with those that exist."""
+    with pytest.raises(ValueError, match="--spec .*with one of get_qwen35_some_cp_spec"):
+        validation.resolve_spec(names)
+
+
+def test_resolve_spec_lets_a_broken_module_speak(specs, tmp_path, monkeypatch):
+    """A module that is there but lacks one of its own imports is not called missing."""
+    (tmp_path / "broken_specs.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        validation.resolve_spec(["broken_specs", "get_qwen35_some_cp_spec"])
+
+
+def test_check_required_names_every_missing_flag():
+    """One line for all of them."""
+    args = SimpleNamespace(
+        seq_length=None, micro_batch_size=1, lr=None, train_iters=None, train_samples=None, skip_train=False
+    )
+    with pytest.raises(ValueError, match=r"--seq-length, --lr, --train-iters \(or --train-samples\) missing"):
+        validation.check_required(args)
