@@ -49,6 +49,8 @@ def run_ranks(
         world_size: number of processes.
         *args: passed on to `fn`.
         timeout: seconds until all ranks must have answered, and of every collective.
+        start: "fork", or "spawn" where the ranks use CUDA, which a fork cannot; then each rank imports
+            anew, and `fn` must be a function of a module.
         **kwargs: passed on to `fn`.
 
     Returns:
@@ -62,13 +64,13 @@ def run_ranks(
         prepare()
     deadline = time.monotonic() + timeout
     grace = 0.0
-    fork = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(start)
     processes, pipes = [], {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
             for rank in range(world_size):
-                receiver, sender = fork.Pipe(duplex=False)
-                process = fork.Process(
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
                     target=_rank_main,
                     args=(fn, rank, world_size, args, kwargs, sender, Path(folder), timeout, os.getpid()),
                 )

@@ -87,7 +87,6 @@ def test_enable_serves_uneven_shards_on_gloo():
         dist.destroy_process_group()
         if child:
             _, status = os.waitpid(child, 0)
-            os.unlink(store)
             sys.exit(os.waitstatus_to_exitcode(status))
         os._exit(0)
         """

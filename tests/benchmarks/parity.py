@@ -1,0 +1,359 @@
+"""Do context-parallel runs train like the run of one rank? Trains all cases and makes the table.
+
+    python -m tests.benchmarks.parity            from the root of the repository; writes results/parity.md
+    python -m tests.benchmarks.parity --cases "bf16, packed"      only such cases; prints, writes nothing
+
+Every run is `pretrain_qwen35.py` as a user runs it, on gloo and CPU, but with its ranks forked from this
+process, which has imported everything once. All runs load one initial checkpoint, and a digest of the
+weights that were loaded must be the same in all of them. Exit status 1 if a bound is missed.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_gdn import cpu
+from megatron_gdn.training_log import LOG_NAME, read_log
+from tests.benchmarks.report import RESULTS, provenance, table
+from tests.helpers.distributed import run_ranks
+
+EARLY = 10
+"""Iterations in which rounding has not been amplified yet."""
+ITERATIONS = {"fp32": 100, "bf16": EARLY}
+BOUNDS = {
+    "fp32": {"loss_early": 1e-5, "norm_early": 1e-4, "loss": 1e-3, "norm": 1e-3},
+    "bf16": {"loss_early": 2e-3, "norm_early": 2e-3},
+}
+"""Largest relative difference to the run of one rank: in the first iterations, and in all."""
+
+FLAGS = {
+    "qwen35-size": "debug",
+    "tokenizer": "byte",
+    "split": "100,0,0",
+    "seq-length": 256,
+    "micro-batch-size": 2,
+    "global-batch-size": 4,
+    "lr": 5e-4,
+    "min-lr": 5e-5,
+    "lr-decay-iters": ITERATIONS["fp32"],
+    "lr-warmup-iters": 10,
+    "weight-decay": 0.1,
+    "clip-grad": 1.0,
+    "log-interval": 1,
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "num-workers": 0,
+}
+TIMEOUT = 900
+"""Seconds for one run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    mode: str = "headwise"
+    cp: int = 1
+    layout: str = "zigzag"
+    comm: str = "all_gather"
+    packed: bool = False
+    dtype: str = "fp32"
+    nudged: bool = False
+    """Starts from weights that differ in the last bit."""
+
+    @property
+    def reference(self) -> "Case":
+        """The run it is compared with."""
+        return Case(packed=self.packed, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        documents = "packed" if self.packed else "dense"
+        if self.nudged:
+            return f"{self.dtype}, {documents}, CP 1, last bit of the weights changed"
+        parallel = f", {self.layout}, {self.comm}" if self.cp > 1 else ""
+        return f"{self.dtype}, {documents}, CP {self.cp}, {self.mode}{parallel}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run showed."""
+
+    losses: list[float]
+    norms: list[float]
+    digest: str
+    seconds: float
+
+
+def all_cases() -> list[Case]:
+    """Reference first, then the noise floor, for every dtype and kind of stream.
+
+    The two attention modes are dealt out so that each meets every mode, layout, size and kind of stream.
+    """
+    cases = []
+    for dtype, packed in itertools.product(ITERATIONS, (False, True)):
+        one_rank = Case(packed=packed, dtype=dtype)
+        cases += [one_rank, dataclasses.replace(one_rank, nudged=True)]
+        cases.append(dataclasses.replace(one_rank, mode="chunkwise"))
+        choices = itertools.product(
+            *map(enumerate, (("headwise", "chunkwise"), ("zigzag", "contiguous"), (2, 4)))
+        )
+        for (i, mode), (j, layout), (k, cp) in choices:
+            comm = ("p2p", "all_gather")[(i + j + k + packed) % 2]
+            cases.append(Case(mode, cp, layout, comm, packed, dtype))
+    return cases
+
+
+def differences(run: Run, reference: Run) -> dict[str, float]:
+    """Largest relative differences, by the names that `BOUNDS` has."""
+
+    def largest(values: Iterable[float], wanted: Iterable[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(values, wanted, strict=True))
+
+    return {
+        "loss_early": largest(run.losses[:EARLY], reference.losses[:EARLY]),
+        "loss": largest(run.losses, reference.losses),
+        "norm_early": largest(run.norms[:EARLY], reference.norms[:EARLY]),
+        "norm": largest(run.norms, reference.norms),
+    }
+
+
+def missed(case: Case, found: dict[str, float]) -> list[str]:
+    """Names of the bounds that a run is not within; NaN is within none. The noise floor has no bounds."""
+    if case.nudged:
+        return []
+    return [name for name, bound in BOUNDS[case.dtype].items() if not found[name] <= bound]
+
+
+def parity_table(runs: dict[Case, Run]) -> str:
+    """The Markdown table of all runs but the references, which are what the others are compared with."""
+    rows = []
+    for case, run in runs.items():
+        if case == case.reference:
+            continue
+        found = differences(run, runs[case.reference])
+        faults = missed(case, found)
+        verdict = "noise floor" if case.nudged else f"FAIL ({', '.join(faults)})" if faults else "pass"
+        whole = [f"{found[n]:.1e}" if len(run.losses) > EARLY else "" for n in ("loss", "norm")]
+        rows.append(
+            [case, f"{found['loss_early']:.1e}", whole[0], f"{found['norm_early']:.1e}", whole[1], verdict]
+        )
+    long = ITERATIONS["fp32"]
+    head = ["case", f"loss, {EARLY} it.", f"loss, {long} it.", f"grad norm, {EARLY} it."]
+    return table([*head, f"grad norm, {long} it.", ""], rows)
+
+
+def make_data(folder: Path) -> str:
+    """The standard library's own modules as bytes, each piece between blank lines a document; the prefix.
+
+    Whole modules would put a border into one sample of fifty; pieces put some into nearly every one.
+    """
+    from megatron_gdn import prepare_data
+
+    source = folder / "standard_library.jsonl"
+    with source.open("w") as out:
+        for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            for piece in module.read_text(encoding="utf-8", errors="replace").split("\n\n"):
+                if piece.strip():
+                    out.write(json.dumps({"text": piece}) + "\n")
+    parser = argparse.ArgumentParser()
+    prepare_data.add_arguments(parser)
+    prefix = str(folder / "standard_library")
+    prepare_data.main(
+        parser.parse_args(["--input", str(source), "--output-prefix", prefix, "--tokenizer", "byte"])
+    )
+    return prefix
+
+
+def nudge(parameter: Tensor) -> None:
+    """Move every number to the next one up or down, whichever a coin says."""
+    up = torch.rand(parameter.shape) < 0.5
+    parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
+
+
+def digest(chunks: Iterable[nn.Module]) -> str:
+    """SHA-256 of all parameters: names, and every bit."""
+    total = hashlib.sha256()
+    for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
+        total.update(name.encode())
+        total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, nudged: bool) -> str | None:
+    """Body of one rank: train, output to a file. Returns the digest of the weights that were loaded."""
+    import pretrain_qwen35
+
+    with (folder / f"rank-{rank}.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    training = pretrain_qwen35.training
+    original = training.load_checkpoint
+    digests = [None]
+
+    def load_checkpoint(chunks, *inputs, **options):
+        answer = original(chunks, *inputs, **options)
+        if nudged:
+            with torch.no_grad():
+                for chunk in chunks:
+                    for parameter in chunk.parameters():
+                        nudge(parameter)
+        digests.append(digest(chunks))
+        return answer
+
+    training.load_checkpoint = load_checkpoint
+    sys.argv = ["pretrain_qwen35.py", *arguments]
+    pretrain_qwen35.main()
+    return digests[-1]
+
+
+def launch(flags: dict, switches: list[str], cp: int, folder: Path, *, nudged: bool = False) -> str | None:
+    """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights that were loaded."""
+    folder.mkdir()
+    pairs = (FLAGS | {"context-parallel-size": cp} | flags).items()
+    arguments = [word for name, value in pairs for word in (f"--{name}", *str(value).split())]
+    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, nudged, timeout=TIMEOUT)
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"ranks loaded different weights; see {folder}")
+    return digests[0]
+
+
+def spec(mode: str) -> str:
+    """What --spec is given."""
+    return f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec"
+
+
+def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, bool], Path]:
+    """One initial checkpoint for all, and for each dtype one that differs in the last bit of every weight.
+
+    Each comes from one rank that takes a single step with learning rate 0. The keys are (dtype, nudged).
+    """
+    once = {"data-path": prefix, "spec": spec("headwise"), "train-iters": 1, "save-interval": 1}
+    once |= {"lr": 0, "min-lr": 0, "lr-warmup-iters": 0, "lr-decay-iters": 1, "weight-decay": 0}
+    switches = ["--no-save-optim", "--no-save-rng"]
+    initial = folder / "initial"
+    launch(once | {"save": initial}, switches, 1, folder / "save-initial")
+    checkpoints = {}
+    for dtype in ITERATIONS:
+        path = folder / f"nudged-{dtype}"
+        extra = ["--finetune", "--exit-on-missing-checkpoint", *(["--bf16"] if dtype == "bf16" else [])]
+        launch(
+            once | {"load": initial, "save": path},
+            switches + extra,
+            1,
+            folder / f"save-{path.name}",
+            nudged=True,
+        )
+        checkpoints |= {(dtype, False): initial, (dtype, True): path}
+    return checkpoints
+
+
+def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
+    """Run one case."""
+    flags = {
+        "data-path": prefix,
+        "load": checkpoint,
+        "tensorboard-dir": folder,
+        "spec": spec(case.mode),
+        "cp-layout": case.layout,
+        "cp-comm-type": case.comm,
+        "train-iters": ITERATIONS[case.dtype],
+    }
+    switches = ["--finetune", "--exit-on-missing-checkpoint"]
+    switches += ["--dataloader-inter-document-masking"] if case.packed else []
+    switches += ["--bf16"] if case.dtype == "bf16" else []
+    start = time.monotonic()
+    loaded = launch(flags, switches, case.cp, folder)
+    records = read_log(str(folder / LOG_NAME))
+    losses, norms = ([record[name] for record in records] for name in ("lm loss", "grad norm"))
+    if len(records) != ITERATIONS[case.dtype]:
+        raise RuntimeError(f"{case}: logged {len(records)} iterations; see {folder}")
+    return Run(losses, norms, loaded, time.monotonic() - start)
+
+
+def check_digests(runs: dict[Case, Run]) -> None:
+    """Every run started from the reference's weights, and the noise floor did not."""
+    for case, run in runs.items():
+        if (run.digest == runs[case.reference].digest) == case.nudged:
+            raise RuntimeError(f"{case}: loaded the wrong weights")
+
+
+def summary(runs: dict[Case, Run], seconds: float) -> str:
+    """What was run, and how the references went."""
+    flags = " ".join(f"--{name} {value}" for name, value in FLAGS.items())
+    lines = [
+        "# Context-parallel training against one rank",
+        "",
+        "Largest relative difference of the logged `lm loss` and `grad norm` to the run of one rank (CP 1, "
+        "headwise) with the same dtype and documents. All runs load one checkpoint. The noise floor is a run "
+        "of one rank whose initial weights each differ in the last bit (of fp32, or of bf16).",
+        "",
+        *provenance("python -m tests.benchmarks.parity"),
+        f"- flags: `{flags}`; packed: `--dataloader-inter-document-masking`",
+        f"- bounds: fp32 {_bounds('fp32')}; bf16 {_bounds('bf16')}",
+    ]
+    for case, run in runs.items():
+        if case == case.reference:
+            lines.append(
+                f"- reference {case}: loss {run.losses[0]:.4f} to {run.losses[-1]:.4f} in {len(run.losses)} "
+                f"iterations, grad norm {min(run.norms):.2f} to {max(run.norms):.2f}"
+            )
+    lines += [f"- {len(runs)} runs in {seconds / 60:.0f} minutes", ""]
+    return "\n".join(lines)
+
+
+def _bounds(dtype: str) -> str:
+    words = {"loss_early": f"loss, {EARLY} it.", "norm_early": f"grad norm, {EARLY} it.", "norm": "grad norm"}
+    return ", ".join(f"{words.get(name, name)} {bound:.0e}" for name, bound in BOUNDS[dtype].items())
+
+
+def main() -> int:
+    """Make data and checkpoints, run the cases, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with TEXT in their name")
+    options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the table is of gloo on CPUs, and CUDA does not survive a fork
+    cpu.enable()
+    # Once, before ranks are forked; so all runs have the same code.
+    import megatron_gdn.layer_specs  # noqa: F401
+    import pretrain_qwen35  # noqa: F401
+
+    cases = [case for case in all_cases() if options.cases in str(case)]
+    cases = list(dict.fromkeys(each for case in cases for each in (case.reference, case)))
+    work = Path(tempfile.mkdtemp(prefix="parity-"))
+    print(f"data and what the runs print: {work}", flush=True)
+    start = time.monotonic()
+    prefix = make_data(work)
+    checkpoints = save_checkpoints(prefix, work)
+    runs: dict[Case, Run] = {}
+    for number, case in enumerate(cases, 1):
+        folder = work / str(case).replace(", ", "_").replace(" ", "-")
+        runs[case] = train(case, prefix, checkpoints[case.dtype, case.nudged], folder)
+        worst = differences(runs[case], runs[case.reference])
+        shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
+        print(f"[{number}/{len(cases)}] {case}: {shown} ({runs[case].seconds:.0f} s)", flush=True)
+    check_digests(runs)
+    text = summary(runs, time.monotonic() - start) + "\n" + parity_table(runs)
+    print(text)
+    shutil.rmtree(work)
+    if not options.cases:
+        (RESULTS / "parity.md").write_text(text)
+    return int(any(missed(case, differences(run, runs[case.reference])) for case, run in runs.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
