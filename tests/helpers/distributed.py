@@ -37,7 +37,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    start: str = "fork",
+    **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes joined by gloo.
 
