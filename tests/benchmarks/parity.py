@@ -59,6 +59,8 @@ FLAGS = {
     "eval-interval": 1000,
     "num-workers": 0,
 }
+COINS = (1, 2, 3)
+"""Of the noise floor: what one coin's rounding leaves alone, another's may tip."""
 TIMEOUT = 900
 """Seconds for one run."""
 
@@ -73,8 +75,8 @@ class Case:
     comm: str = "all_gather"
     packed: bool = False
     dtype: str = "fp32"
-    nudged: bool = False
-    """Starts from weights that differ in the last bit."""
+    coin: int = 0
+    """Not 0: starts from weights that differ in the last bit, up or down as this coin falls."""
 
     @property
     def reference(self) -> "Case":
@@ -83,8 +85,8 @@ class Case:
 
     def __str__(self) -> str:
         documents = "packed" if self.packed else "dense"
-        if self.nudged:
-            return f"{self.dtype}, {documents}, CP 1, last bit of the weights changed"
+        if self.coin:
+            return f"{self.dtype}, {documents}, CP 1, last bit of the weights changed, {self.coin}"
         parallel = f", {self.layout}, {self.comm}" if self.cp > 1 else ""
         return f"{self.dtype}, {documents}, CP {self.cp}, {self.mode}{parallel}"
 
@@ -107,7 +109,7 @@ def all_cases() -> list[Case]:
     cases = []
     for dtype, packed in itertools.product(ITERATIONS, (False, True)):
         one_rank = Case(packed=packed, dtype=dtype)
-        cases += [one_rank, dataclasses.replace(one_rank, nudged=True)]
+        cases += [one_rank, *(dataclasses.replace(one_rank, coin=coin) for coin in COINS)]
         cases.append(dataclasses.replace(one_rank, mode="chunkwise"))
         choices = itertools.product(
             *map(enumerate, (("headwise", "chunkwise"), ("zigzag", "contiguous"), (2, 4)))
@@ -121,8 +123,9 @@ def all_cases() -> list[Case]:
 def differences(run: Run, reference: Run) -> dict[str, float]:
     """Largest relative differences, by the names that `BOUNDS` has."""
 
-    def largest(values: Iterable[float], wanted: Iterable[float]) -> float:
-        return max(abs(a - b) / abs(b) for a, b in zip(values, wanted, strict=True))
+    def largest(values: list[float], wanted: list[float]) -> float:
+        found, right = (torch.tensor(x, dtype=torch.float64) for x in (values, wanted))
+        return ((found - right) / right).abs().max().item()  # NaN if there is one
 
     return {
         "loss_early": largest(run.losses[:EARLY], reference.losses[:EARLY]),
@@ -134,7 +137,7 @@ def differences(run: Run, reference: Run) -> dict[str, float]:
 
 def missed(case: Case, found: dict[str, float]) -> list[str]:
     """Names of the bounds that a run is not within; NaN is within none. The noise floor has no bounds."""
-    if case.nudged:
+    if case.coin:
         return []
     return [name for name, bound in BOUNDS[case.dtype].items() if not found[name] <= bound]
 
@@ -147,7 +150,7 @@ def parity_table(runs: dict[Case, Run]) -> str:
             continue
         found = differences(run, runs[case.reference])
         faults = missed(case, found)
-        verdict = "noise floor" if case.nudged else f"FAIL ({', '.join(faults)})" if faults else "pass"
+        verdict = "noise floor" if case.coin else f"FAIL ({', '.join(faults)})" if faults else "pass"
         whole = [f"{found[n]:.1e}" if len(run.losses) > EARLY else "" for n in ("loss", "norm")]
         rows.append(
             [case, f"{found['loss_early']:.1e}", whole[0], f"{found['norm_early']:.1e}", whole[1], verdict]
@@ -179,9 +182,9 @@ def make_data(folder: Path) -> str:
     return prefix
 
 
-def nudge(parameter: Tensor) -> None:
-    """Move every number to the next one up or down, whichever a coin says."""
-    up = torch.rand(parameter.shape) < 0.5
+def nudge(parameter: Tensor, coin: torch.Generator) -> None:
+    """Move every number to the next one up or down."""
+    up = torch.rand(parameter.shape, generator=coin) < 0.5
     parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
 
 
@@ -194,8 +197,8 @@ def digest(chunks: Iterable[nn.Module]) -> str:
     return total.hexdigest()
 
 
-def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, nudged: bool) -> str | None:
-    """Body of one rank: train, output to a file. Returns the digest of the weights that were loaded."""
+def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, coin: int) -> str | None:
+    """Body of one rank: train, output to a file. Returns the digest of the weights it started from."""
     import pretrain_qwen35
 
     with (folder / f"rank-{rank}.txt").open("w") as output:
@@ -207,11 +210,12 @@ def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, n
 
     def load_checkpoint(chunks, *inputs, **options):
         answer = original(chunks, *inputs, **options)
-        if nudged:
+        if coin:
+            generator = torch.Generator().manual_seed(coin)
             with torch.no_grad():
                 for chunk in chunks:
                     for parameter in chunk.parameters():
-                        nudge(parameter)
+                        nudge(parameter, generator)
         digests.append(digest(chunks))
         return answer
 
@@ -221,12 +225,12 @@ def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, n
     return digests[-1]
 
 
-def launch(flags: dict, switches: list[str], cp: int, folder: Path, *, nudged: bool = False) -> str | None:
-    """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights that were loaded."""
+def launch(flags: dict, switches: list[str], cp: int, folder: Path, *, coin: int = 0) -> str | None:
+    """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights it started from."""
     folder.mkdir()
     pairs = (FLAGS | {"context-parallel-size": cp} | flags).items()
     arguments = [word for name, value in pairs for word in (f"--{name}", *str(value).split())]
-    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, nudged, timeout=TIMEOUT)
+    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, coin, timeout=TIMEOUT)
     if len(set(digests)) > 1:
         raise RuntimeError(f"ranks loaded different weights; see {folder}")
     return digests[0]
@@ -237,29 +241,30 @@ def spec(mode: str) -> str:
     return f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec"
 
 
-def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, bool], Path]:
-    """One initial checkpoint for all, and for each dtype one that differs in the last bit of every weight.
+def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:
+    """One initial checkpoint for all (coin 0), and for each dtype and coin one with other last bits.
 
-    Each comes from one rank that takes a single step with learning rate 0. The keys are (dtype, nudged).
+    Each comes from one rank that takes a single step with learning rate 0. The keys are (dtype, coin).
     """
-    once = {"data-path": prefix, "spec": spec("headwise"), "train-iters": 1, "save-interval": 1}
-    once |= {"lr": 0, "min-lr": 0, "lr-warmup-iters": 0, "lr-decay-iters": 1, "weight-decay": 0}
+    flags = {"data-path": prefix, "spec": spec("headwise"), "train-iters": 1, "save-interval": 1}
+    flags |= {"lr": 0, "min-lr": 0, "lr-warmup-iters": 0, "lr-decay-iters": 1, "weight-decay": 0}
     switches = ["--no-save-optim", "--no-save-rng"]
     initial = folder / "initial"
-    launch(once | {"save": initial}, switches, 1, folder / "save-initial")
+    launch(flags | {"save": initial}, switches, 1, folder / "save-initial")
     checkpoints = {}
     for dtype in ITERATIONS:
-        path = folder / f"nudged-{dtype}"
-        extra = ["--finetune", "--exit-on-missing-checkpoint", *(["--bf16"] if dtype == "bf16" else [])]
-        launch(
-            once | {"load": initial, "save": path},
-            switches + extra,
-            1,
-            folder / f"save-{path.name}",
-            nudged=True,
-        )
-        checkpoints |= {(dtype, False): initial, (dtype, True): path}
+        checkpoints[dtype, 0] = initial
+        for coin in COINS:
+            path = checkpoints[dtype, coin] = folder / f"coin-{coin}-{dtype}"
+            log = folder / f"save-{path.name}"
+            load = flags | {"load": initial, "save": path}
+            launch(load, switches + start_switches(dtype), 1, log, coin=coin)
     return checkpoints
+
+
+def start_switches(dtype: str) -> list[str]:
+    """Take the weights of a checkpoint, and nothing else of it."""
+    return ["--finetune", "--exit-on-missing-checkpoint", *(["--bf16"] if dtype == "bf16" else [])]
 
 
 def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
@@ -273,9 +278,8 @@ def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
         "cp-comm-type": case.comm,
         "train-iters": ITERATIONS[case.dtype],
     }
-    switches = ["--finetune", "--exit-on-missing-checkpoint"]
+    switches = start_switches(case.dtype)
     switches += ["--dataloader-inter-document-masking"] if case.packed else []
-    switches += ["--bf16"] if case.dtype == "bf16" else []
     start = time.monotonic()
     loaded = launch(flags, switches, case.cp, folder)
     records = read_log(str(folder / LOG_NAME))
@@ -288,7 +292,7 @@ def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
 def check_digests(runs: dict[Case, Run]) -> None:
     """Every run started from the reference's weights, and the noise floor did not."""
     for case, run in runs.items():
-        if (run.digest == runs[case.reference].digest) == case.nudged:
+        if (run.digest == runs[case.reference].digest) == bool(case.coin):
             raise RuntimeError(f"{case}: loaded the wrong weights")
 
 
@@ -342,7 +346,7 @@ def main() -> int:
     runs: dict[Case, Run] = {}
     for number, case in enumerate(cases, 1):
         folder = work / str(case).replace(", ", "_").replace(" ", "-")
-        runs[case] = train(case, prefix, checkpoints[case.dtype, case.nudged], folder)
+        runs[case] = train(case, prefix, checkpoints[case.dtype, case.coin], folder)
         worst = differences(runs[case], runs[case.reference])
         shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
         print(f"[{number}/{len(cases)}] {case}: {shown} ({runs[case].seconds:.0f} s)", flush=True)

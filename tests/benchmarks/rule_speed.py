@@ -175,9 +175,10 @@ def main() -> int:
         "# The torch gated delta rule beside transformers' torch rule",
         "",
         f"CPU time of one thread, median of {REPEATS} alternating repeats in one process; heads are "
-        "key / value heads x dim. Both begin with raw gates and end with the output, and agree in it. Packed: ours on a "
-        f"stream cut into documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens in turn, which theirs "
-        f"cannot do, over theirs on the uncut stream. Bound: every ratio at most {LIMIT:g}.",
+        "key / value heads x dim. Both begin with raw gates and end with the output, and agree in it. "
+        f"Packed: ours on a stream cut into documents of {', '.join(map(str, DOCUMENT_LENGTHS))} tokens in "
+        "turn, which theirs cannot do, over theirs on the uncut stream. "
+        f"Bound: every ratio at most {LIMIT:g}.",
         "",
         *provenance("python -m tests.benchmarks.rule_speed", "transformers"),
         "",
