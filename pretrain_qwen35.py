@@ -47,13 +47,16 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
 from megatron.training.global_vars import set_global_variables
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_gdn import validation
+from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
 from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, size_arguments
 from megatron_gdn.cp_layout import CP_LAYOUTS
 from megatron_gdn.microbatch import Microbatch, cut_microbatch
+from megatron_gdn.model import Qwen35Model, build_model
 from megatron_gdn.prepare_data import check_dataset
 from megatron_gdn.tokenizer import build_tokenizer
 from megatron_gdn.training_log import TrainingLog
@@ -113,6 +116,20 @@ def machine_flags() -> dict[str, dict]:
     return flags
 
 
+class ModelBuilder(GPTModelBuilder):
+    """Builds our model where the host's builder would build its own."""
+
+    def build_model(self, *places, **options) -> Qwen35Model:
+        """One pipeline stage."""
+        return build_model(self._model_config, *places, **options)
+
+
+class ModelConfig(GPTModelConfig):
+    """The host's, which names its builder by a path to import."""
+
+    builder = f"{__name__}.ModelBuilder"
+
+
 def prepare():
     """Read the flags, refuse what cannot work, build every configuration. No collective happens here.
 
@@ -155,8 +172,7 @@ def prepare():
     transformer = core_transformer_config_from_args(args, Qwen35Config)
     # A packed microbatch is one long row, not the rows that pipeline stages otherwise expect.
     transformer.variable_seq_lengths = validation.packs_documents(args) and args.micro_batch_size > 1
-    model = gpt_config_from_args(args, transformer)
-    model.position_embedding_type = "none"  # our attention knows each token's position from the plan
+    model = gpt_config_from_args(args, transformer, ModelConfig)
     return pretrain_cfg_container_from_args(args, model), spec
 
 
@@ -233,6 +249,7 @@ def forward_step(data_iterator, model):
         cp_size=mpu.get_context_parallel_world_size(),
         cp_rank=mpu.get_context_parallel_rank(),
         device=torch.device(DEVICE_TYPE, None if RUNS_ON_CPU else torch.cuda.current_device()),
+        mtp_num_layers=args.mtp_num_layers or 0,
     )
     timers("batch-generator").stop()
     output = model(
@@ -240,7 +257,6 @@ def forward_step(data_iterator, model):
         microbatch.position_ids,
         None,
         labels=microbatch.labels,
-        loss_mask=microbatch.loss_mask,
         packed_seq_params=microbatch.params,
     )
     return output, functools.partial(loss_func, microbatch)
@@ -278,6 +294,7 @@ def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
     rows = {
         "model": f"Qwen3.5 {args.qwen35_size}, {total:,} parameters, {active:,} active per token",
         "layer spec": " ".join(args.spec),
+        "multi-token prediction": f"{args.mtp_num_layers or 0} tokens further, not counted above",
         "GDN context parallelism": mode,
         "attention context parallelism": " ".join(args.cp_comm_type),
         "token layout": args.cp_layout,
@@ -331,6 +348,7 @@ def main() -> None:
         cpu.fork_checkpoint_writer()
         # Warms up compiled functions, of which there are none here, and would move the random state.
         training.set_jit_fusion_options = lambda tp_size=None: None
+    repair_optimizer_checkpoints()
     log = None
     if args.rank == args.world_size - 1:  # the one that knows the loss, on the last pipeline stage
         log = TrainingLog(args.save or args.tensorboard_dir, args.seq_length)

@@ -16,6 +16,11 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention
 from megatron_gdn.gated_delta_net import GatedDeltaNet
+from megatron_gdn.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_gdn.norms import Float32RMSNorm, RMSNorm
 
 
@@ -63,8 +69,7 @@ def _block_spec(config, vp_stage: int | None, cp_mode: str) -> TransformerBlockS
         cp_mode: GDN context-parallel mode.
     """
     config = getattr(config, "transformer", config)
-    local = config.transformer_impl == "local"
-    backend = LocalBackend() if local else get_backend(config.transformer_impl)
+    backend = _backend(config)
     mixers = [_attention_spec(backend), _gated_delta_net_spec(backend, cp_mode)]
     kinds = zip(get_linear_attention_pattern(config), _moe_pattern(config), strict=True)
     specs = [_layer_spec(config, backend, mixers[linear], moe) for linear, moe in kinds]
@@ -72,6 +77,39 @@ def _block_spec(config, vp_stage: int | None, cp_mode: str) -> TransformerBlockS
         layer_specs=[specs[i] for i in _stage_layers(config, vp_stage)],
         layer_norm=backend.layer_norm(rms_norm=True),
     )
+
+
+def mtp_block_spec(config, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
+    """Multi-token prediction of this pipeline stage, or None where there is none.
+
+    Its layers are gated attention with the feed-forward of the model's last layer, whichever layers the
+    stage has.
+
+    Args:
+        config: a TransformerConfig, or the host's GPTModelConfig that holds one.
+        vp_stage: virtual pipeline stage.
+    """
+    config = getattr(config, "transformer", config)
+    if not get_mtp_num_layers_to_build(config, vp_stage=vp_stage):
+        return None
+    backend = _backend(config)
+    norm = backend.layer_norm(rms_norm=True)
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm,
+            hnorm=norm,
+            layer_norm=norm,
+            eh_proj=backend.column_parallel_linear(),
+            mtp_model_layer=_layer_spec(config, backend, _attention_spec(backend), _moe_pattern(config)[-1]),
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
+
+
+def _backend(config: TransformerConfig) -> BackendSpecProvider:
+    local = config.transformer_impl == "local"
+    return LocalBackend() if local else get_backend(config.transformer_impl)
 
 
 def _stage_layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:

@@ -79,6 +79,25 @@ class StreamPlan:
         return torch.tensor(cp_layout.stream_to_stacked(self.layout, self.cp_size), device=self.device)
 
 
+@dataclass(frozen=True, eq=False)
+class TokensAhead:
+    """What multi-token prediction of depth d reads: for each token, the one d places on in its document.
+
+    Legend: s tokens of this rank, B streams. Where the document ends before that: zeros that do not count.
+    """
+
+    tokens: Tensor
+    """[B, s], int64: the token d places on."""
+    labels: Tensor
+    """[B, s], int64: the label of that token, which is the target."""
+    loss_mask: Tensor
+    """[B, s], float32: 1 where the target counts."""
+    num_targets: int
+    """Targets that count in the whole microbatch, all CP ranks together."""
+    num_labels: int
+    """Labels of the main prediction that count in the whole microbatch."""
+
+
 @dataclass
 class StreamParams(PackedSeqParams):
     """The host's `PackedSeqParams` with the plan that every layer reads.
@@ -87,6 +106,8 @@ class StreamParams(PackedSeqParams):
     """
 
     plan: StreamPlan | None = field(default=None, repr=False)
+    ahead: tuple[TokensAhead, ...] = field(default=(), repr=False)
+    """Depths 1, 2, ... of multi-token prediction."""
 
 
 @lru_cache(maxsize=8)

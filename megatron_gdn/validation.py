@@ -248,7 +248,7 @@ def check_unsupported(args: Any) -> None:
         "--hybrid-layer-pattern": args.hybrid_layer_pattern,
         "--multi-latent-attention": args.multi_latent_attention,
         "--perform-rl-step": args.perform_rl_step,
-        "--mtp-num-layers": args.mtp_num_layers,
+        "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
     }
     for flag, value in refused.items():
         if value:

@@ -10,6 +10,7 @@ weights that were loaded must be the same in all of them. Exit status 1 if a bou
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -20,12 +21,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_gdn import cpu
 from megatron_gdn.training_log import LOG_NAME, read_log
@@ -48,8 +49,8 @@ FLAGS = {
     "seq-length": 256,
     "micro-batch-size": 2,
     "global-batch-size": 4,
-    "lr": 5e-4,
-    "min-lr": 5e-5,
+    "lr": 1.5e-4,
+    "min-lr": 1.5e-5,
     "lr-decay-iters": ITERATIONS["fp32"],
     "lr-warmup-iters": 10,
     "weight-decay": 0.1,
@@ -63,6 +64,9 @@ COINS = (1, 2, 3)
 """Of the noise floor: what one coin's rounding leaves alone, another's may tip."""
 TIMEOUT = 900
 """Seconds for one run."""
+
+Edit = Callable[[Iterable[nn.Module]], None]
+"""Changes the weights of a model's chunks in place."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +186,27 @@ def make_data(folder: Path) -> str:
     return prefix
 
 
-def nudge(parameter: Tensor, coin: torch.Generator) -> None:
-    """Move every number to the next one up or down."""
-    up = torch.rand(parameter.shape, generator=coin) < 0.5
-    parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
+def lengthen_memory(chunks: Iterable[nn.Module]) -> None:
+    """Let GatedDeltaNet's state last for 1 to 1000 tokens, as in a trained model.
+
+    The host's initial `dt_bias` of 1 has it forget within a token or two; next to nothing would have to be
+    passed from rank to rank.
+
+    Source of the range: Gu and Dao, "Mamba" (2023): softplus(dt_bias) is 0.001 to 0.1, log-uniform.
+    """
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
+        if name.endswith("dt_bias"):
+            step = 10 ** (torch.rand(parameter.shape, generator=generator) * 2 - 3)
+            parameter.copy_(step.expm1().log())  # the inverse of softplus
+
+
+def nudge(chunks: Iterable[nn.Module], coin: int) -> None:
+    """Move every number of every parameter to the next one up or down, as the coin falls."""
+    generator = torch.Generator().manual_seed(coin)
+    for parameter in itertools.chain(*(chunk.parameters() for chunk in chunks)):
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
 
 
 def digest(chunks: Iterable[nn.Module]) -> str:
@@ -197,7 +218,9 @@ def digest(chunks: Iterable[nn.Module]) -> str:
     return total.hexdigest()
 
 
-def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, coin: int) -> str | None:
+def train_rank(
+    rank: int, world_size: int, arguments: list[str], folder: Path, edit: Edit | None
+) -> str | None:
     """Body of one rank: train, output to a file. Returns the digest of the weights it started from."""
     import pretrain_qwen35
 
@@ -210,12 +233,9 @@ def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, c
 
     def load_checkpoint(chunks, *inputs, **options):
         answer = original(chunks, *inputs, **options)
-        if coin:
-            generator = torch.Generator().manual_seed(coin)
+        if edit:
             with torch.no_grad():
-                for chunk in chunks:
-                    for parameter in chunk.parameters():
-                        nudge(parameter, generator)
+                edit(chunks)
         digests.append(digest(chunks))
         return answer
 
@@ -225,20 +245,34 @@ def train_rank(rank: int, world_size: int, arguments: list[str], folder: Path, c
     return digests[-1]
 
 
-def launch(flags: dict, switches: list[str], cp: int, folder: Path, *, coin: int = 0) -> str | None:
-    """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights it started from."""
+def launch(
+    flags: dict, switches: list[str], cp: int, folder: Path, *, edit: Edit | None = None
+) -> str | None:
+    """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights it started from.
+
+    Args:
+        flags: name to value, or to a list of them.
+        switches: flags without value.
+        cp: ranks.
+        folder: made here; what the ranks print goes there.
+        edit: changes the weights after they are loaded.
+    """
     folder.mkdir()
     pairs = (FLAGS | {"context-parallel-size": cp} | flags).items()
-    arguments = [word for name, value in pairs for word in (f"--{name}", *str(value).split())]
-    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, coin, timeout=TIMEOUT)
+    arguments = [
+        str(word)
+        for name, value in pairs
+        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
+    ]
+    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, edit, timeout=TIMEOUT)
     if len(set(digests)) > 1:
         raise RuntimeError(f"ranks loaded different weights; see {folder}")
     return digests[0]
 
 
-def spec(mode: str) -> str:
+def spec(mode: str) -> list[str]:
     """What --spec is given."""
-    return f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec"
+    return ["megatron_gdn.layer_specs", f"get_qwen35_{mode}_cp_spec"]
 
 
 def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:
@@ -249,16 +283,20 @@ def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:
     flags = {"data-path": prefix, "spec": spec("headwise"), "train-iters": 1, "save-interval": 1}
     flags |= {"lr": 0, "min-lr": 0, "lr-warmup-iters": 0, "lr-decay-iters": 1, "weight-decay": 0}
     switches = ["--no-save-optim", "--no-save-rng"]
-    initial = folder / "initial"
-    launch(flags | {"save": initial}, switches, 1, folder / "save-initial")
+
+    def change(source: Path, name: str, dtype: str, edit: Edit) -> Path:
+        load = flags | {"load": source, "save": folder / name}
+        launch(load, switches + start_switches(dtype), 1, folder / f"save-{name}", edit=edit)
+        return folder / name
+
+    launch(flags | {"save": folder / "random"}, switches, 1, folder / "save-random")
+    initial = change(folder / "random", "initial", "fp32", lengthen_memory)
     checkpoints = {}
     for dtype in ITERATIONS:
         checkpoints[dtype, 0] = initial
         for coin in COINS:
-            path = checkpoints[dtype, coin] = folder / f"coin-{coin}-{dtype}"
-            log = folder / f"save-{path.name}"
-            load = flags | {"load": initial, "save": path}
-            launch(load, switches + start_switches(dtype), 1, log, coin=coin)
+            edit = functools.partial(nudge, coin=coin)
+            checkpoints[dtype, coin] = change(initial, f"coin-{coin}-{dtype}", dtype, edit)
     return checkpoints
 
 
@@ -279,7 +317,7 @@ def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
         "train-iters": ITERATIONS[case.dtype],
     }
     switches = start_switches(case.dtype)
-    switches += ["--dataloader-inter-document-masking"] if case.packed else []
+    switches += ["--dataloader-inter-document-masking", "--eod-mask-loss"] if case.packed else []
     start = time.monotonic()
     loaded = launch(flags, switches, case.cp, folder)
     records = read_log(str(folder / LOG_NAME))
@@ -296,18 +334,19 @@ def check_digests(runs: dict[Case, Run]) -> None:
             raise RuntimeError(f"{case}: loaded the wrong weights")
 
 
-def summary(runs: dict[Case, Run], seconds: float) -> str:
-    """What was run, and how the references went."""
+def summary(runs: dict[Case, Run], source: list[str], seconds: float) -> str:
+    """What was run, from which `source`, and how the references went."""
     flags = " ".join(f"--{name} {value}" for name, value in FLAGS.items())
     lines = [
         "# Context-parallel training against one rank",
         "",
         "Largest relative difference of the logged `lm loss` and `grad norm` to the run of one rank (CP 1, "
-        "headwise) with the same dtype and documents. All runs load one checkpoint. The noise floor is a run "
-        "of one rank whose initial weights each differ in the last bit (of fp32, or of bf16).",
+        "headwise) with the same dtype and documents. All runs load one checkpoint. The noise floor is runs "
+        "of one rank whose initial weights differ in the last bit (of fp32, or of bf16), up or down by the "
+        f"fall of coin {', '.join(map(str, COINS))}.",
         "",
-        *provenance("python -m tests.benchmarks.parity"),
-        f"- flags: `{flags}`; packed: `--dataloader-inter-document-masking`",
+        *source,
+        f"- flags: `{flags}`; packed: `--dataloader-inter-document-masking --eod-mask-loss`",
         f"- bounds: fp32 {_bounds('fp32')}; bf16 {_bounds('bf16')}",
     ]
     for case, run in runs.items():
@@ -340,7 +379,7 @@ def main() -> int:
     cases = list(dict.fromkeys(each for case in cases for each in (case.reference, case)))
     work = Path(tempfile.mkdtemp(prefix="parity-"))
     print(f"data and what the runs print: {work}", flush=True)
-    start = time.monotonic()
+    start, source = time.monotonic(), provenance("python -m tests.benchmarks.parity")
     prefix = make_data(work)
     checkpoints = save_checkpoints(prefix, work)
     runs: dict[Case, Run] = {}
@@ -351,7 +390,7 @@ def main() -> int:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
         print(f"[{number}/{len(cases)}] {case}: {shown} ({runs[case].seconds:.0f} s)", flush=True)
     check_digests(runs)
-    text = summary(runs, time.monotonic() - start) + "\n" + parity_table(runs)
+    text = summary(runs, source, time.monotonic() - start) + "\n" + parity_table(runs)
     print(text)
     shutil.rmtree(work)
     if not options.cases:

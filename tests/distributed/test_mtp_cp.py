@@ -1,16 +1,11 @@
 """Multi-token prediction trains the same on one rank and on several, and where the host's does not."""
 
 import functools
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -26,7 +21,7 @@ from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
 from megatron_gdn.norms import RMSNorm
 from tests.helpers.cases import FP32_SHARDED, PACKINGS
-from tests.helpers.compare import assert_close, local_part, relative_rms, summed_grads
+from tests.helpers.compare import assert_close, relative_rms, summed_grads
 from tests.helpers.distributed import make_groups, run_ranks
 
 VOCAB = 96
@@ -39,6 +34,7 @@ def small_config(**overrides) -> Qwen35Config:
     fixed = {
         "num_layers": 2,
         "linear_attention_freq": [0, 1],
+        "num_moe_experts": 4,
         "mtp_num_layers": 1,
         "mtp_loss_scaling_factor": 1.0,  # as loud as the main loss
         "cp_comm_type": "p2p",
@@ -92,6 +88,7 @@ def make_samples(packing: str) -> list[dict[str, torch.Tensor]]:
     for _ in range(2):
         tokens = torch.randint(VOCAB, (case.batch, case.seq_len + 1), generator=random)
         counts = torch.rand(shape, generator=random) < torch.linspace(0.2, 1, case.seq_len) ** 3
+        counts[:, 0] = True  # a label that is no target, so the two are not equally many
         samples.append(
             {
                 "tokens": tokens[:, :-1],
@@ -190,9 +187,7 @@ def check_ranks(rank, world_size, packing, depths):
                 check_equal(f"{layout} per token {per_token}", got, want)
 
 
-@pytest.mark.parametrize(
-    ("cp", "packing", "depths"), [(2, PACKED, 1), (2, DENSE, 1), (4, PACKED, 1), (2, PACKED, 2)]
-)
+@pytest.mark.parametrize(("cp", "packing", "depths"), [(2, PACKED, 2), (2, DENSE, 1), (4, PACKED, 1)])
 def test_mtp_is_the_same_on_any_number_of_ranks(cp, packing, depths):
     """Loss, MTP loss and every gradient, both layouts, both ways to divide the loss."""
     for per_token in (False, True):
@@ -230,21 +225,41 @@ def test_mtp_of_packed_documents_is_that_of_each_alone():
     assert_close("mtp loss", packed, alone, FP32_SHARDED)
 
 
+def check_detached(rank, world_size):
+    """Gradients with detached heads, and with a loss of multi-token prediction that weighs nothing."""
+    with make_groups() as groups:
+        state, grads = None, []
+        for options in ({"mtp_detach_heads": True}, {"mtp_loss_scaling_factor": 0.0}):
+            model = make_model(groups, state, moe_aux_loss_coeff=0.0, **options)
+            state = {name: p.detach().clone() for name, p in model.named_parameters()}
+            grads.append(train_step(model, groups, make_samples(DENSE), packed=False)[2])
+        return grads
+
+
+def test_detached_heads_train_nothing_but_themselves():
+    """--mtp-detach-heads leaves embedding, decoder and output layer to the main loss."""
+    detached, weightless = run_ranks(check_detached, 1)[0]
+    for name, grad in detached.items():
+        if name.startswith("mtp."):
+            assert grad.any() and not weightless[name].any(), name
+        else:
+            assert_close(name, grad, weightless[name], FP32_SHARDED)
+
+
 def host_divides_by_own_targets(rank, world_size):
-    """Largest relative errors of the host's MTP gradients, and of its logged loss."""
+    """Relative error of the host's MTP gradient."""
     state, *want = one_rank(DENSE, False, hosts=True)
     with make_groups(cp=world_size) as groups:
         model = make_model(groups, state, hosts=True)
         got = train_step(model, groups, make_samples(DENSE), packed=False, hosts=True)
         grad = "mtp.layers.0.eh_proj.weight"
-        return relative_rms(got[1], want[1]), relative_rms(got[2][grad], want[2][grad])
+        return relative_rms(got[2][grad], want[2][grad])
 
 
 def test_host_weighs_targets_by_their_rank():
     """Why the model has a loss of its own; if the host's ever passes on two ranks, it may go."""
     one_rank(DENSE, False, hosts=True)
-    for loss, grad in run_ranks(host_divides_by_own_targets, 2):
-        assert loss > 100 * FP32_SHARDED and grad > 100 * FP32_SHARDED
+    assert min(run_ranks(host_divides_by_own_targets, 2)) > 0.1
 
 
 def host_rolls(rank, world_size):

@@ -95,11 +95,23 @@ def test_parity_nudge_changes_the_last_bit(dtype):
     before, digest = layer.weight.detach().clone(), parity.digest([layer])
     assert digest == parity.digest([layer])
     with torch.no_grad():
-        parity.nudge(layer.weight, torch.Generator().manual_seed(1))
+        parity.nudge([layer], coin=1)
     infinity = torch.tensor(math.inf, dtype=dtype)
     up, down = (layer.weight == torch.nextafter(before, sign * infinity) for sign in (1, -1))
     assert (up ^ down).all() and up.any() and down.any()
     assert digest != parity.digest([layer])
+
+
+def test_parity_memory_lasts():
+    """The decay per token, softplus(dt_bias), is between 0.001 and 0.1 and differs between heads."""
+    layer = torch.nn.Module()
+    layer.dt_bias = torch.nn.Parameter(torch.ones(64))
+    layer.other = torch.nn.Parameter(torch.ones(64))
+    with torch.no_grad():
+        parity.lengthen_memory([layer])
+    step = torch.nn.functional.softplus(layer.dt_bias)
+    assert 0.001 <= step.min() < 0.005 and 0.02 < step.max() <= 0.1
+    assert (layer.other == 1).all()
 
 
 @pytest.mark.parametrize("layout", comm_volume.LAYOUTS)

@@ -1,0 +1,1 @@
+"""Checkpoints: what the host's own writer and reader need to be right."""

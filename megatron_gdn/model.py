@@ -1,0 +1,154 @@
+"""The model: the host's GPT with Qwen3.5's layers and a loss of multi-token prediction."""
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    _compute_mtp_acceptance_counts,
+)
+from torch import Tensor
+
+from megatron_gdn.layer_specs import mtp_block_spec
+from megatron_gdn.multi_token_prediction import tokens_ahead
+from megatron_gdn.stream import StreamParams, TokensAhead
+
+
+class Qwen35Model(GPTModel):
+    """The host's GPT model with a loss of multi-token prediction that does not change with CP ranks.
+
+    Each depth adds `mtp_loss_scaling_factor / mtp_num_layers` times its mean loss over the targets of the
+    microbatch. The host takes each rank's own mean, so that a target weighs more on a rank with fewer.
+
+    The loss function must give the host three values (loss, tokens, report), as that of
+    pretrain_qwen35.py does.
+    """
+
+    def __init__(self, *args, **kwargs):
+        """Build a pipeline stage; arguments are those of the host's `GPTModel`."""
+        super().__init__(*args, **kwargs)
+        if self.mtp_process and self.post_process and self.share_embeddings_and_output_weights:
+            # The embedding is here for multi-token prediction and serves as output weight. On a stage other
+            # than the first the host makes one more, which nothing trains and its checkpoints refuse.
+            self.output_layer.weight = None
+
+    def _postprocess(self, hidden_states: Tensor, **options) -> Tensor:
+        """Loss per token [B, s]; logits [B, s, vocabulary] without labels; hidden states between stages."""
+        if not self.config.mtp_num_layers:
+            return super()._postprocess(hidden_states, **options)
+        return self._postprocess_mtp(hidden_states, **options)
+
+    def _postprocess_mtp(
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None = None,
+        mtp_in_postprocess: bool | None = None,
+        attention_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        packed_seq_params: StreamParams | None = None,
+        runtime_gather_output: bool | None = None,
+        extra_block_kwargs: dict | None = None,
+        output_processor=None,
+        **_,
+    ) -> Tensor:
+        """In training, the gradient of the loss of every depth joins that of the main loss."""
+        if output_processor is not None:
+            raise NotImplementedError("multi-token prediction takes no output_processor.")
+        if mtp_in_postprocess and labels is not None:
+            hidden_states = self.mtp(
+                input_ids=None,  # the layers read `packed_seq_params.ahead`
+                position_ids=None,
+                hidden_states=hidden_states,
+                attention_mask=attention_mask,
+                padding_mask=padding_mask,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+                **(extra_block_kwargs or {}),
+            )
+        if not self.post_process:
+            return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+        def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+            logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
+            return self._scale_logits(logits)
+
+        if labels is None:
+            return logits_of(hidden_states, weight).transpose(0, 1).contiguous()
+        hidden_states, *predictions = hidden_states.chunk(1 + self.config.mtp_num_layers)
+        mtp_weight = weight.detach() if self.config.mtp_detach_heads else weight
+        for depth, ahead in enumerate(tokens_ahead(packed_seq_params, self.config)):
+            logits = logits_of(predictions[depth], mtp_weight)
+            losses = self.compute_language_model_loss(ahead.labels, logits) * ahead.loss_mask
+            if self.training:
+                self._log_mtp(depth, ahead, logits, losses, runtime_gather_output)
+            losses = losses * self._mtp_loss_scale(ahead)
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, losses)
+        return self.compute_language_model_loss(labels, logits_of(hidden_states, weight))
+
+    def _mtp_loss_scale(self, ahead: TokensAhead) -> float:
+        """Makes the sum over this rank's targets a share of the mean over the microbatch's.
+
+        The host averages gradients over CP ranks, or with --calculate-per-token-loss divides their sum by
+        the labels of the main prediction.
+        """
+        config = self.config
+        divided_by = ahead.num_labels if config.calculate_per_token_loss else self.pg_collection.cp.size()
+        share = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        return share * divided_by / max(ahead.num_targets, 1)
+
+    def _log_mtp(
+        self, depth: int, ahead: TokensAhead, logits: Tensor, losses: Tensor, gathered: bool | None
+    ) -> None:
+        """Tell the host's log the loss and the hits; it averages and sums them over DP and CP ranks."""
+        correct, total = _compute_mtp_acceptance_counts(
+            logits, ahead.labels, ahead.loss_mask, self.output_layer, gathered, self.pg_collection.tp
+        )
+        mean = losses.detach().sum() * (self.pg_collection.cp.size() / max(ahead.num_targets, 1))
+        MTPLossLoggingHelper.save_metrics_to_tracker(
+            mean,
+            correct,
+            total,
+            depth,
+            self.config.mtp_num_layers,
+            avg_group=self.pg_collection.dp_cp,
+        )
+
+
+def build_model(config, pg_collection, pre_process=None, post_process=None, vp_stage=None) -> Qwen35Model:
+    """One pipeline stage of the model, as the host's `GPTModelBuilder.build_model` builds its own.
+
+    Args:
+        config: the host's `GPTModelConfig`, with a spec function of this project.
+        pg_collection: process groups.
+        pre_process: whether the stage holds the embedding; by default the first one does.
+        post_process: whether the stage holds the output layer; by default the last one does.
+        vp_stage: virtual pipeline stage.
+    """
+    vp_size = config.transformer.virtual_pipeline_model_parallel_size
+    if pre_process is None:
+        pre_process = is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(pg_collection.pp)
+    if post_process is None:
+        post_process = is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(pg_collection.pp)
+    return Qwen35Model(
+        config.transformer,
+        config.transformer_layer_spec(config, vp_stage=vp_stage),
+        config.vocab_size,
+        config.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+        parallel_output=config.parallel_output,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        position_embedding_type="none",  # our attention knows each token's position from the plan
+        mtp_block_spec=mtp_block_spec(config, vp_stage),
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
