@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 HEADWISE, CHUNKWISE = (f"qwen35_moe/pretrain_{mode}_cp.sh" for mode in ("headwise", "chunkwise"))
 SMALL = (
     "--expert-model-parallel-size 4 --context-parallel-size 2 --seq-length 64 --train-iters 2 "
-    "--lr-warmup-iters 0 --global-batch-size 4 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--lr-warmup-iters 0 --global-batch-size 4 --log-interval 1 --eval-iters 0 --num-workers 0 --split 9,1,0"
 ).split()
 
 

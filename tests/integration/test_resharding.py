@@ -7,6 +7,7 @@ what it has loaded; the two checkpoints are read with torch's own reader, which 
 import os
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -58,12 +59,12 @@ class Run:
     dtypes: dict[str, set[torch.dtype]]
     """Of every parameter and of its gradient's buffer, by its name in the first rank."""
 
-    @property
+    @cached_property
     def loaded(self) -> dict[str, Tensor]:
         """What it saved at once after loading."""
         return read_checkpoint(self.folder / "loaded")
 
-    @property
+    @cached_property
     def saved(self) -> dict[str, Tensor]:
         """Its last checkpoint."""
         return read_checkpoint(self.folder / "save")
@@ -179,11 +180,10 @@ def test_resume_at_other_sizes(uninterrupted, tmp_path):
 
 
 def test_resume_at_the_same_sizes_and_async_save(uninterrupted, tmp_path):
-    """At the same sizes losses and states are those of the uninterrupted run bit for bit, saved asynchronously."""
+    """Losses and states are those of the uninterrupted run, bit for bit; what is saved asynchronously too."""
     switches = (*SP, "async-save")
-    run = train(
-        tmp_path / "resumed", 4, "headwise", switches, train_iters=4, **after_two(uninterrupted), **TP2_CP2
-    )
+    flags = after_two(uninterrupted) | {"train_iters": 4} | TP2_CP2
+    run = train(tmp_path / "resumed", 4, "headwise", switches, **flags)
     assert run.losses == uninterrupted.losses[2:4]
     assert_equal(run.saved, read_checkpoint(uninterrupted.folder / "save", 4))
 
