@@ -148,11 +148,11 @@ def prepare():
         load_args_from_checkpoint(args)
     spec = validation.resolve_spec(args.spec)
     validation.check_required(args)
+    validation.check_schedule(args)
     validation.check_documents(args)
     validation.check_parallel_sizes(args, spec.gdn_cp_mode)
     validation.check_lengths(
         args,
-        spec.gdn_cp_mode,
         seq_length=args.seq_length,
         micro_batch_sizes={args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size},
         packed=validation.packs_documents(args),
@@ -163,7 +163,9 @@ def prepare():
     if not args.mock_data:
         # A tokenizer of the host brings its own vocabulary, which the host knows only later.
         vocab_size = sys.maxsize if args.tokenizer is None else args.vocab_size
-        validation.check_data(_data_prefixes(args), check_dataset, vocab_size)
+        if args.data_path is not None and args.split is None:
+            args.split = "969, 30, 1"  # the host's own default, which it would set later
+        validation.check_data(_data_prefixes(args), check_dataset, vocab_size, args.split)
 
     # The host wants 2 x cp to divide the length whatever the layout; it does not ask about this name.
     args.encoder_seq_length, args.seq_length = args.seq_length, None

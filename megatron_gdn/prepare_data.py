@@ -159,7 +159,7 @@ def _both_or_neither(prefix: str) -> Iterator[tuple[str, str]]:
                 os.unlink(path)
 
 
-def check_dataset(prefix: str, vocab_size: int) -> None:
+def check_dataset(prefix: str, vocab_size: int) -> int | None:
     """Refuse a dataset that training could not read; costs the same whatever its size.
 
     Prefixes in object storage are left to the host.
@@ -168,12 +168,15 @@ def check_dataset(prefix: str, vocab_size: int) -> None:
         prefix: what --data-path names, without .bin and .idx.
         vocab_size: ids must lie below it; looked up in a few documents, first and last among them.
 
+    Returns:
+        Number of documents; None for a prefix that was left to the host.
+
     Raises:
         ValueError: a file is missing, unreadable, cut, of another kind, or holds ids that are too large.
     """
     host = _host()
     if host.is_object_storage_path(prefix):
-        return
+        return None
     again = "run prepare-data again, or copy both files again."
     try:
         itemsize, num_sequences, bin_needed = _read_index(host, prefix)
@@ -199,6 +202,7 @@ def check_dataset(prefix: str, vocab_size: int) -> None:
                 f"--data-path {prefix}: document {number} holds token ids {ids.min()} to {ids.max()}, but "
                 f"the vocabulary has {vocab_size}; pass the --tokenizer that the data was prepared with."
             )
+    return num_sequences
 
 
 class _BadIndex(ValueError):

@@ -8,7 +8,9 @@ collective. `config` is an argument namespace of Megatron or a `Qwen35Config`: t
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from megatron_gdn.cp_layout import CP_LAYOUTS, span_length
@@ -86,14 +88,11 @@ def _check_cp_choices(config: Any) -> None:
         raise ValueError(f"--cp-layout {config.cp_layout} is unknown; use {' or '.join(CP_LAYOUTS)}.")
 
 
-def check_lengths(
-    config: Any, mode: str, *, seq_length: int, micro_batch_sizes: Iterable[int], packed: bool
-) -> None:
+def check_lengths(config: Any, *, seq_length: int, micro_batch_sizes: Iterable[int], packed: bool) -> None:
     """Refuse streams that the ranks cannot share evenly.
 
     Args:
         config: parallel sizes and layout.
-        mode: "headwise" or "chunkwise".
         seq_length: tokens of one sample.
         micro_batch_sizes: samples of a microbatch, in training and in evaluation.
         packed: whether documents are packed, so that a microbatch is one stream.
@@ -112,13 +111,27 @@ def check_lengths(
                 f"of {stream} / --context-parallel-size {cp}) to be a multiple of "
                 f"--tensor-model-parallel-size {tp}; use a --seq-length that is a multiple of {multiple}."
             )
-        taps = config.linear_conv_kernel_dim - 1
-        if mode == "chunkwise" and cp > 1 and length < taps:
+
+
+def check_schedule(args: Any) -> None:
+    """Refuse a warm-up as long as the training, and --save that never comes.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    for unit in ("iters", "samples"):
+        warmup = getattr(args, f"lr_warmup_{unit}")
+        total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        if warmup and total and warmup >= total:
             raise ValueError(
-                f"chunkwise CP needs spans of at least {taps} tokens (--linear-conv-kernel-dim "
-                f"{config.linear_conv_kernel_dim} - 1), got {length} from a stream of {stream}; raise "
-                "--seq-length or lower --context-parallel-size."
+                f"--lr-warmup-{unit} {warmup} must be below --lr-decay-{unit} (or --train-{unit}) {total}; "
+                "lower the one or raise the other."
             )
+    if args.save is not None and args.save_interval is None:
+        raise ValueError(
+            "--save needs --save-interval, the iterations between checkpoints; one as large as --train-iters "
+            "saves at the end only."
+        )
 
 
 def check_documents(args: Any) -> None:
@@ -139,16 +152,19 @@ def packs_documents(args: Any) -> bool:
     return bool(args.dataloader_inter_document_masking or args.reset_position_ids)
 
 
-def check_data(prefixes: list[str], check: Callable[[str, int], None], vocab_size: int) -> None:
-    """Refuse missing or damaged data sets.
+def check_data(
+    prefixes: list[str], check: Callable[[str, int], int | None], vocab_size: int, split: str | None
+) -> None:
+    """Refuse missing or damaged data sets, and those too small to split.
 
     Args:
         prefixes: every path prefix that the data flags name.
-        check: refuses one prefix, given the vocabulary size.
+        check: refuses one prefix, given the vocabulary size; returns its documents, None if unknown.
         vocab_size: token ids lie in [0, vocab_size).
+        split: shares for training, validation and test, as --split says; None if each has its own data.
 
     Raises:
-        ValueError: no prefix at all, or what `check` raises.
+        ValueError: no prefix at all, what `check` raises, or a share that comes to no document.
     """
     if not prefixes:
         raise ValueError(
@@ -156,7 +172,21 @@ def check_data(prefixes: list[str], check: Callable[[str, int], None], vocab_siz
             "(or use --mock-data)."
         )
     for prefix in prefixes:
-        check(prefix, vocab_size)
+        documents = check(prefix, vocab_size)
+        if split is not None and documents is not None:
+            _check_split(split, prefix, documents)
+
+
+def _check_split(split: str, prefix: str, documents: int) -> None:
+    """The host loops for ever over a share of no documents; it rounds shares of the documents so."""
+    shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
+    bounds = [round(sum(shares[:i]) / sum(shares) * documents) for i in range(len(shares) + 1)]
+    for share, (start, end) in zip(shares, pairwise(bounds), strict=True):
+        if share and start == end:
+            raise ValueError(
+                f"--split {split}: the share {share:g} comes to none of the {documents} documents of "
+                f"--data-path {prefix}; use a larger share, 0 for none, or more documents."
+            )
 
 
 def check_vocabulary(tokenizer: str, needed: int, vocab_size: int) -> None:

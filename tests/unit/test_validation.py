@@ -81,38 +81,34 @@ def test_check_parallel_sizes_refuses(changes, mode, words):
 def test_check_lengths_accepts(changes, seq_length, samples, packed):
     """Only the stream must divide."""
     validation.check_lengths(
-        make_sizes(**changes), "headwise", seq_length=seq_length, micro_batch_sizes=[samples], packed=packed
+        make_sizes(**changes), seq_length=seq_length, micro_batch_sizes=[samples], packed=packed
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "mode", "seq_length", "words"),
+    ("changes", "seq_length", "words"),
     [
-        ({}, "headwise", 258, "--seq-length.*multiple of 4"),
-        ({"cp_layout": "contiguous"}, "headwise", 257, "--seq-length.*multiple of 2"),
-        ({}, "chunkwise", 8, "spans of at least 3 tokens.* got 2 .*--seq-length"),
+        ({}, 258, "--seq-length.*multiple of 4"),
+        ({"cp_layout": "contiguous"}, 257, "--seq-length.*multiple of 2"),
         (
             {"sequence_parallel": True, "tensor_model_parallel_size": 4},
-            "headwise",
             12,
             "--sequence-parallel needs the 6 tokens .*multiple of 16",
         ),
     ],
 )
-def test_check_lengths_refuses(changes, mode, seq_length, words):
-    """Streams that cannot be cut, spans shorter than the convolution, shards that tp cannot share."""
+def test_check_lengths_refuses(changes, seq_length, words):
+    """Streams that cannot be cut, shards that tp cannot share."""
     with pytest.raises(ValueError, match=words):
         validation.check_lengths(
-            make_sizes(**changes), mode, seq_length=seq_length, micro_batch_sizes=[1], packed=False
+            make_sizes(**changes), seq_length=seq_length, micro_batch_sizes=[1], packed=False
         )
 
 
 def test_check_lengths_asks_for_evaluation_too():
     """The evaluation's micro-batch is a stream as well."""
     with pytest.raises(ValueError, match="stream of 6 tokens"):
-        validation.check_lengths(
-            make_sizes(), "headwise", seq_length=6, micro_batch_sizes=[2, 1], packed=True
-        )
+        validation.check_lengths(make_sizes(), seq_length=6, micro_batch_sizes=[2, 1], packed=True)
 
 
 def make_document_flags(masking=False, positions=False, mask=False) -> SimpleNamespace:
@@ -134,10 +130,57 @@ def test_check_documents():
 def test_check_data_asks_about_every_prefix():
     """Every prefix is checked with the vocabulary; none at all is refused."""
     seen = []
-    validation.check_data(["a", "b"], lambda prefix, size: seen.append((prefix, size)), 257)
+    validation.check_data(["a", "b"], lambda prefix, size: seen.append((prefix, size)), 257, None)
     assert seen == [("a", 257), ("b", 257)]
     with pytest.raises(ValueError, match="--data-path is missing: .*prepare-data"):
-        validation.check_data([], lambda prefix, size: None, 257)
+        validation.check_data([], lambda prefix, size: None, 257, None)
+
+
+@pytest.mark.parametrize(
+    ("split", "documents"), [("969, 30, 1", 600), ("98,2,0", 28), ("1,0,0", 1), ("8,2", 5)]
+)
+def test_check_data_accepts_splits(split, documents):
+    """A share of zero may come to nothing."""
+    validation.check_data(["a"], lambda prefix, size: documents, 257, split)
+
+
+@pytest.mark.parametrize(("split", "documents"), [("969, 30, 1", 400), ("99,1,0", 28), ("0,1,99", 40)])
+def test_check_data_refuses_shares_of_no_document(split, documents):
+    """The host would loop for ever over them."""
+    with pytest.raises(
+        ValueError, match=f"--split {split}.*none of the {documents} documents.*--data-path a"
+    ):
+        validation.check_data(["a"], lambda prefix, size: documents, 257, split)
+
+
+def make_schedule(**changes) -> SimpleNamespace:
+    """Flags of a run that is fine, with `changes`."""
+    names = (
+        "lr_warmup_samples",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "train_samples",
+        "save",
+        "save_interval",
+    )
+    return SimpleNamespace(**dict.fromkeys(names) | {"lr_warmup_iters": 2, "train_iters": 10} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr_warmup_iters": 10}, "--lr-warmup-iters 10 .*--train-iters. 10"),
+        ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-warmup-iters 5 .*--lr-decay-iters"),
+        ({"lr_warmup_samples": 9, "train_samples": 8, "train_iters": None}, "--lr-warmup-samples 9"),
+        ({"save": "folder"}, "--save needs --save-interval"),
+    ],
+)
+def test_check_schedule(changes, words):
+    """What the host meets with a bare assertion."""
+    validation.check_schedule(make_schedule())
+    validation.check_schedule(make_schedule(save="folder", save_interval=10))
+    with pytest.raises(ValueError, match=words):
+        validation.check_schedule(make_schedule(**changes))
 
 
 def test_check_vocabulary():
