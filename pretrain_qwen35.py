@@ -51,7 +51,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_gdn import validation
+from megatron_gdn import data_checks, validation
 from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
 from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, size_arguments
 from megatron_gdn.cp_layout import CP_LAYOUTS
@@ -148,6 +148,7 @@ def prepare():
         load_args_from_checkpoint(args)
     spec = validation.resolve_spec(args.spec)
     validation.check_required(args)
+    validation.check_positive(args)
     validation.check_schedule(args)
     validation.check_documents(args)
     validation.check_parallel_sizes(args, spec.gdn_cp_mode)
@@ -165,7 +166,9 @@ def prepare():
         vocab_size = sys.maxsize if args.tokenizer is None else args.vocab_size
         if args.data_path is not None and args.split is None:
             args.split = "969, 30, 1"  # the host's own default, which it would set later
-        validation.check_data(_data_prefixes(args), check_dataset, vocab_size, args.split)
+        prefixes = _data_prefixes(args)
+        data_checks.check_data(prefixes, check_dataset, vocab_size, args.split)
+        data_checks.check_evaluation(args.split, args.eval_iters, len(prefixes))
 
     # The host wants 2 x cp to divide the length whatever the layout; it does not ask about this name.
     args.encoder_seq_length, args.seq_length = args.seq_length, None
@@ -173,7 +176,8 @@ def prepare():
     set_global_variables(args)
     transformer = core_transformer_config_from_args(args, Qwen35Config)
     # A packed microbatch is one long row, not the rows that pipeline stages otherwise expect.
-    transformer.variable_seq_lengths = validation.packs_documents(args) and args.micro_batch_size > 1
+    samples = max(args.micro_batch_size, args.eval_micro_batch_size or 0)
+    transformer.variable_seq_lengths = validation.packs_documents(args) and samples > 1
     model = gpt_config_from_args(args, transformer, ModelConfig)
     return pretrain_cfg_container_from_args(args, model), spec
 
@@ -185,7 +189,7 @@ def _choose_tokenizer(args: argparse.Namespace) -> None:
             raise ValueError("--tokenizer is missing; pass 'byte', a tokenizer folder, or --tokenizer-type.")
         return
     tokenizer = read_tokenizer(args.tokenizer)
-    validation.check_vocabulary(args.tokenizer, tokenizer.vocab_size, args.vocab_size)
+    data_checks.check_vocabulary(args.tokenizer, tokenizer.vocab_size, args.vocab_size)
     args.tokenizer_type = "NullTokenizer"
     args.null_tokenizer_eod_id = tokenizer.eod
     if args.padded_vocab_size is None:

@@ -131,7 +131,8 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         out = cp.leave(out.flatten(2), plan)
 
         if self.recompute_norm_out:
-            self.norm_out_checkpoint = CheckpointWithoutOutput()
+            # By default the host asks TransformerEngine about fp8, also where there is none.
+            self.norm_out_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)
             out = self.norm_out_checkpoint.checkpoint(self._gated_norm, out, z)
         else:
             out = self._gated_norm(out, z)

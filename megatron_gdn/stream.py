@@ -130,7 +130,8 @@ def plan_of(
     """The plan that came with the microbatch, or the one its host parameters imply.
 
     A host `PackedSeqParams` (format "thd") is read once and keeps its plan, so the copy of
-    `cu_seqlens` to the host happens once per microbatch, not once per layer.
+    `cu_seqlens` to the host happens once per microbatch, not once per layer. It is read again when it
+    holds another tensor; writing into the tensor that was read is not seen.
 
     Args:
         packed_seq_params: `StreamParams`, the host's class, or None for a dense microbatch.
@@ -152,8 +153,11 @@ def plan_of(
         else:
             borders = packed_seq_params.cu_seqlens_q_padded
             borders = packed_seq_params.cu_seqlens_q if borders is None else borders
-            plan = StreamPlan(layout, cp_size, cp_rank, seq_len, batch, tuple(borders.tolist()), device)
-            packed_seq_params.plan = plan
+            read, plan = getattr(packed_seq_params, "_plan_of_borders", (None, None))
+            if read is not borders:
+                cu_seqlens = tuple(borders.tolist())
+                plan = StreamPlan(layout, cp_size, cp_rank, seq_len, batch, cu_seqlens, device)
+                packed_seq_params._plan_of_borders = (borders, plan)
     got = (plan.layout, plan.cp_size, plan.cp_rank, plan.seq_len, plan.batch)
     if got != (layout, cp_size, cp_rank, seq_len, batch):
         raise ValueError(

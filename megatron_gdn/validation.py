@@ -6,11 +6,9 @@ All checks read values that are equal on every rank, so that all ranks refuse to
 collective. `config` is an argument namespace of Megatron or a `Qwen35Config`: the names are the same.
 """
 
-import importlib
+import importlib.util
 import os
-import re
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 from megatron_gdn.cp_layout import CP_LAYOUTS, span_length
@@ -55,8 +53,8 @@ def check_parallel_sizes(config: Any, mode: str) -> None:
     for flag, heads in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
         if heads % tp:
             raise ValueError(
-                f"{flag} {heads} must be a multiple of --tensor-model-parallel-size {tp}; lower it to a "
-                f"divisor of {heads}."
+                f"{flag} {heads} must be a multiple of --tensor-model-parallel-size {tp}; lower "
+                f"--tensor-model-parallel-size to a divisor of {heads}."
             )
     if mode != "headwise":
         return
@@ -152,56 +150,6 @@ def packs_documents(args: Any) -> bool:
     return bool(args.dataloader_inter_document_masking or args.reset_position_ids)
 
 
-def check_data(
-    prefixes: list[str], check: Callable[[str, int], int | None], vocab_size: int, split: str | None
-) -> None:
-    """Refuse missing or damaged data sets, and those too small to split.
-
-    Args:
-        prefixes: every path prefix that the data flags name.
-        check: refuses one prefix, given the vocabulary size; returns its documents, None if unknown.
-        vocab_size: token ids lie in [0, vocab_size).
-        split: shares for training, validation and test, as --split says; None if each has its own data.
-
-    Raises:
-        ValueError: no prefix at all, what `check` raises, or a share that comes to no document.
-    """
-    if not prefixes:
-        raise ValueError(
-            "--data-path is missing: name a prefix made by `python -m megatron_gdn prepare-data` "
-            "(or use --mock-data)."
-        )
-    for prefix in prefixes:
-        documents = check(prefix, vocab_size)
-        if split is not None and documents is not None:
-            _check_split(split, prefix, documents)
-
-
-def _check_split(split: str, prefix: str, documents: int) -> None:
-    """The host loops for ever over a share of no documents; it rounds shares of the documents so."""
-    shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
-    bounds = [round(sum(shares[:i]) / sum(shares) * documents) for i in range(len(shares) + 1)]
-    for share, (start, end) in zip(shares, pairwise(bounds), strict=True):
-        if share and start == end:
-            raise ValueError(
-                f"--split {split}: the share {share:g} comes to none of the {documents} documents of "
-                f"--data-path {prefix}; use a larger share, 0 for none, or more documents."
-            )
-
-
-def check_vocabulary(tokenizer: str, needed: int, vocab_size: int) -> None:
-    """Refuse a tokenizer with more ids than the model has embeddings.
-
-    Raises:
-        ValueError: see the message.
-    """
-    if needed > vocab_size:
-        raise ValueError(
-            f"--tokenizer {tokenizer} has {needed} token ids but the model's --vocab-size is {vocab_size}; "
-            f"pass --vocab-size {needed}, or another tokenizer."
-        )
-
-
 def check_folder(flag: str, folder: str | None) -> None:
     """Refuse an output folder that cannot be made.
 
@@ -265,21 +213,73 @@ def check_required(args: Any) -> None:
 
 
 def check_unsupported(args: Any) -> None:
-    """Refuse host features that would bypass this script's data or layers.
+    """Refuse what would bypass this script's data or layers, or be ignored by them.
 
     Raises:
-        ValueError: see the message.
+        ValueError: see the messages.
     """
     refused = {
         "--yaml-cfg": args.yaml_cfg,
         "--sft": args.sft,
         "--fim-data": args.fim_data,
         "--hybrid-context-parallel": args.hybrid_context_parallel,
+        "--hierarchical-context-parallel-sizes": args.hierarchical_context_parallel_sizes,
         "--hybrid-layer-pattern": args.hybrid_layer_pattern,
         "--multi-latent-attention": args.multi_latent_attention,
         "--perform-rl-step": args.perform_rl_step,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
+        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        "--fp32-residual-connection": args.fp32_residual_connection,
+        "--use-rope-scaling": args.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": args.rotary_seq_len_interpolation_factor,
+        "--rotary-interleaved": args.rotary_interleaved,
+        "--qk-l2-norm": args.qk_l2_norm,
+        "--window-size": args.window_size,
+        "--attention-dropout": args.attention_dropout,
+        "--apply-residual-connection-post-layernorm": args.apply_residual_connection_post_layernorm,
+        "--dataloader-type external": args.dataloader_type == "external",
+        "--tokenizer-type beside --tokenizer": args.tokenizer and args.tokenizer_type,
     }
     for flag, value in refused.items():
         if value:
             raise ValueError(f"{flag} is not supported by pretrain_qwen35.py; leave it out.")
+    only = {
+        "normalization": ("RMSNorm",),
+        "position_embedding_type": ("rope",),
+        "softmax_type": ("vanilla",),
+        "experimental_attention_variant": ("gated_delta_net",),
+    }
+    for name, allowed in only.items():
+        if getattr(args, name) not in allowed:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {getattr(args, name)} is not Qwen3.5's; use {allowed[0]}, as --qwen35-size sets."
+            )
+    if args.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
+        raise ValueError(
+            "--transformer-impl transformer_engine, but TransformerEngine is not installed; install it, or "
+            "use --transformer-impl local."
+        )
+
+
+def check_positive(args: Any) -> None:
+    """Refuse sizes of zero or less, which the host divides by.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    names = (
+        "num_layers hidden_size num_attention_heads kv_channels linear_num_key_heads linear_num_value_heads "
+        "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim seq_length micro_batch_size "
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
+    )
+    for name in names.split():
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    if isinstance(args.linear_attention_freq, int) and args.linear_attention_freq < 1:
+        raise ValueError(f"--linear-attention-freq must be at least 1, got {args.linear_attention_freq}.")
+    if args.num_experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs "
+            "--sequence-parallel; add it."
+        )

@@ -49,6 +49,18 @@ CASES = {
         {"data-path": "nowhere/data"},
         r"--data-path nowhere/data: .*\.idx cannot be read",
     ),
+    "another norm": (1, {"normalization": "LayerNorm"}, "--normalization LayerNorm.*RMSNorm"),
+    "stretched RoPE": (1, {"use-rope-scaling": True}, "--use-rope-scaling is not supported"),
+    "attention window": (1, {"window-size": "4,0"}, "--window-size is not supported"),
+    "no layers": (1, {"num-layers": 0}, "--num-layers must be at least 1, got 0"),
+    "TransformerEngine that is not there": (
+        1,
+        {"transformer-impl": "transformer_engine"},
+        "--transformer-impl transformer_engine.*not installed.*local",
+    ),
+    "nothing to evaluate on": (1, {"split": "1,0,0", "eval-iters": 2}, "--eval-iters 2.*--split 1,0,0"),
+    "share of no document": (1, {"split": "999,1,0"}, "--split 999,1,0: the share 1 comes to none"),
+    "warm-up without end": (1, {"lr-warmup-iters": 6}, "--lr-warmup-iters 6 must be below"),
     "no tokenizer": (2, {"tokenizer": None}, "--tokenizer is missing"),
     "missing tokenizer": (2, {"tokenizer": "nowhere"}, "--tokenizer 'nowhere' does not exist"),
 }
@@ -59,10 +71,17 @@ def leave_nothing(data: str, folder: Path) -> dict:
     return {"context-parallel-size": 2, "data-path": data, "save": folder / "save"}
 
 
+def of_one_rank(ranks: int) -> dict:
+    """What a run of one rank needs beside that."""
+    return {"context-parallel-size": 1} if ranks == 1 else {}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_refused_on_every_rank(case, data, tmp_path):
     ranks, flags, says = CASES[case]
-    for line in refusals(ranks, arguments(leave_nothing(data, tmp_path) | flags), tmp_path):
+    for line in refusals(
+        ranks, arguments(leave_nothing(data, tmp_path) | of_one_rank(ranks) | flags), tmp_path
+    ):
         assert re.search(says, line), line
     assert not (tmp_path / "save").exists()
 

@@ -82,6 +82,12 @@ def test_resume_at_another_size(run, data, tmp_path, saved, resumed):
     assert_same(found, wanted)
 
 
+def test_recompute_changes_nothing(run, data, tmp_path):
+    """Core attention and the gated norm computed again in backward, on two ranks."""
+    flags = {"recompute_granularity": "selective", "recompute_modules": "core_attn gdn_norm_out"}
+    assert_same(train(data, tmp_path, "chunkwise", 2, **flags), losses(run("headwise", 1)))
+
+
 def test_bf16_keeps_float32_parameters(data, tmp_path):
     found = train(data, tmp_path, "chunkwise", 2, bf16=True, train_iters=2)
     assert found[2] < 6.5

@@ -163,6 +163,14 @@ def test_plan_of_host_params_copies_the_borders_once(field):
     assert plans[0].packed
 
 
+def test_plan_of_host_params_follows_new_borders():
+    """Parameters that are used again with other borders are read again."""
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=CountedBorders((0, 5, 16)))
+    assert _ask(params).cu_seqlens == (0, 5, 16)
+    params.cu_seqlens_q = CountedBorders((0, 7, 16))
+    assert _ask(params).cu_seqlens == (0, 7, 16)
+
+
 def test_plan_of_host_params_prefers_padded_borders():
     """Padding is a document of its own, so the padded borders are those of the stream."""
     actual, padded = CountedBorders((0, 4, 12)), CountedBorders((0, 8, 16))

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_gdn import validation
+from megatron_gdn import data_checks, validation
 
 
 def make_sizes(**changes) -> SimpleNamespace:
@@ -130,10 +130,10 @@ def test_check_documents():
 def test_check_data_asks_about_every_prefix():
     """Every prefix is checked with the vocabulary; none at all is refused."""
     seen = []
-    validation.check_data(["a", "b"], lambda prefix, size: seen.append((prefix, size)), 257, None)
+    data_checks.check_data(["a", "b"], lambda prefix, size: seen.append((prefix, size)), 257, None)
     assert seen == [("a", 257), ("b", 257)]
     with pytest.raises(ValueError, match="--data-path is missing: .*prepare-data"):
-        validation.check_data([], lambda prefix, size: None, 257, None)
+        data_checks.check_data([], lambda prefix, size: None, 257, None)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_check_data_asks_about_every_prefix():
 )
 def test_check_data_accepts_splits(split, documents):
     """A share of zero may come to nothing."""
-    validation.check_data(["a"], lambda prefix, size: documents, 257, split)
+    data_checks.check_data(["a"], lambda prefix, size: documents, 257, split)
 
 
 @pytest.mark.parametrize(("split", "documents"), [("969, 30, 1", 400), ("99,1,0", 28), ("0,1,99", 40)])
@@ -150,7 +150,26 @@ def test_check_data_refuses_shares_of_no_document(split, documents):
     with pytest.raises(
         ValueError, match=f"--split {split}.*none of the {documents} documents.*--data-path a"
     ):
-        validation.check_data(["a"], lambda prefix, size: documents, 257, split)
+        data_checks.check_data(["a"], lambda prefix, size: documents, 257, split)
+
+
+@pytest.mark.parametrize(
+    ("split", "eval_iters", "num_datasets", "words"),
+    [
+        ("1,0,0", 2, 1, "--eval-iters 2, but --split 1,0,0"),
+        ("100", 2, 1, "--eval-iters 2"),
+        ("98,2,0", 0, 2, "--eval-iters 0 with 2 data sets"),
+        ("abc", 0, 1, "--split 'abc'"),
+    ],
+)
+def test_check_evaluation(split, eval_iters, num_datasets, words):
+    """What the host meets at the first evaluation, or in its loader."""
+    data_checks.check_evaluation("98,2,0", 2, 2)
+    data_checks.check_evaluation("98,2,0", 0, 1)
+    data_checks.check_evaluation("1,0,0", 0, 2)
+    data_checks.check_evaluation(None, 2, 2)
+    with pytest.raises(ValueError, match=words):
+        data_checks.check_evaluation(split, eval_iters, num_datasets)
 
 
 def make_schedule(**changes) -> SimpleNamespace:
@@ -185,9 +204,9 @@ def test_check_schedule(changes, words):
 
 def test_check_vocabulary():
     """A tokenizer may have fewer ids than the model, not more."""
-    validation.check_vocabulary("byte", 257, 257)
+    data_checks.check_vocabulary("byte", 257, 257)
     with pytest.raises(ValueError, match="--tokenizer byte has 257 .*pass --vocab-size 257"):
-        validation.check_vocabulary("byte", 257, 256)
+        data_checks.check_vocabulary("byte", 257, 256)
 
 
 def test_check_folder(tmp_path):
