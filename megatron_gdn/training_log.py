@@ -185,11 +185,11 @@ def draw_curves(curves: dict[str, dict[int, float]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for label, points in curves.items():
+    for number, (label, points) in enumerate(curves.items()):
         if points:
-            axes.plot(
-                list(points), list(points.values()), label=label, marker="." if len(points) < 30 else None
-            )
+            style = {"linestyle": "--" if number else "-", "linewidth": 1.5 if number else 3}
+            style["marker"] = "." if len(points) < 30 else None  # curves that agree lie on each other
+            axes.plot(list(points), list(points.values()), label=label, **style)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tests.benchmarks import comm_volume, parity, rule_speed
+from tests.benchmarks import comm_volume, parity, parity_summary, rule_speed
 from tests.benchmarks.parity import Case, Run
-from tests.benchmarks.report import table
+from tests.benchmarks.report import RESULTS, table
 
 LONG = parity.ITERATIONS["fp32"]
 
@@ -161,3 +161,10 @@ def test_rule_speed_documents_fill_the_row():
         borders = rule_speed.packed_borders(length)
         assert borders[0] == 0 and borders[-1] == length
         assert list(borders) == sorted(set(borders))
+
+
+def test_readme_has_the_table_of_the_results():
+    """What the README shows is what the last run of the benchmark wrote."""
+    shown = parity_summary.summary((RESULTS / "parity.md").read_text())
+    assert shown in (RESULTS.parents[2] / "README.md").read_text()
+    assert shown.count("\n") == 11  # head, rule, noise floor, 2 x 2 x 2 cases, bound
