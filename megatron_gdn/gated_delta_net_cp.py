@@ -18,6 +18,7 @@ from megatron_gdn import cp_comm
 from megatron_gdn.ops.gated_delta_rule import StateExchange
 from megatron_gdn.rows import Rows
 from megatron_gdn.stream import StreamPlan
+from megatron_gdn.validation import check_headwise_heads
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,8 @@ def build_context_parallel(mode: str, sections: Sections, cp_group: ProcessGroup
     """
     if mode not in GDN_CP_MODES:
         raise ValueError(f"GDN CP mode {mode!r} is unknown; choose one of {', '.join(GDN_CP_MODES)}.")
-    size = cp_group.size()
-    if size == 1:
+    if cp_group.size() == 1:
         return WholeStream(sections)
-    h, H = sections.key_heads, sections.value_heads
-    if mode == "headwise" and (H % size or (h % size and size % h)):
-        raise ValueError(
-            f"--context-parallel-size {size} with headwise GDN context parallelism needs value heads per "
-            f"tensor-parallel rank ({H}) divisible by {size}, and key heads ({h}) divisible by {size} or "
-            f"dividing it; lower --context-parallel-size or use get_qwen35_chunkwise_cp_spec."
-        )
+    if mode == "headwise":
+        check_headwise_heads(sections.key_heads, sections.value_heads, cp_group.size())
     return GDN_CP_MODES[mode](sections, cp_group)

@@ -56,21 +56,33 @@ def check_parallel_sizes(config: Any, mode: str) -> None:
                 f"{flag} {heads} must be a multiple of --tensor-model-parallel-size {tp}; lower "
                 f"--tensor-model-parallel-size to a divisor of {heads}."
             )
-    if mode != "headwise":
-        return
+    if mode == "headwise":
+        check_headwise_heads(keys // tp, values // tp, cp)
+
+
+def check_headwise_heads(key_heads: int, value_heads: int, cp_size: int) -> None:
+    """Refuse heads that an all-to-all cannot share out over the context-parallel ranks.
+
+    Args:
+        key_heads: of one tensor-parallel rank.
+        value_heads: of one tensor-parallel rank.
+        cp_size: ranks that share the stream.
+
+    Raises:
+        ValueError: see the messages.
+    """
     way_out = (
         "lower --context-parallel-size, or use --spec megatron_gdn.layer_specs get_qwen35_chunkwise_cp_spec."
     )
-    if values % (tp * cp):
+    if value_heads % cp_size:
         raise ValueError(
-            f"--context-parallel-size {cp} with headwise CP needs the value heads of each tensor-parallel "
-            f"rank ({values} / {tp} = {values // tp}) to be a multiple of {cp}; {way_out}"
+            f"--context-parallel-size {cp_size} with headwise CP needs the value heads of each "
+            f"tensor-parallel rank, {value_heads}, to be a multiple of {cp_size}; {way_out}"
         )
-    keys_local = keys // tp
-    if keys_local % cp and cp % keys_local:
+    if key_heads % cp_size and cp_size % key_heads:
         raise ValueError(
-            f"--context-parallel-size {cp} with headwise CP needs the key heads of each tensor-parallel "
-            f"rank ({keys} / {tp} = {keys_local}) to be a multiple or a divisor of {cp}; {way_out}"
+            f"--context-parallel-size {cp_size} with headwise CP needs the key heads of each "
+            f"tensor-parallel rank, {key_heads}, to be a multiple or a divisor of {cp_size}; {way_out}"
         )
 
 

@@ -40,18 +40,22 @@ def rows_of(case) -> Rows:
     return Rows.from_ranges(case.borders, ((0, case.seq_len),), case.batch, CPU)
 
 
-@pytest.mark.parametrize("heads", GVA_HEADS)
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_rule_matches_reference(packing, heads):
-    """Output and every gradient, gates included, in fp32."""
-    case, sizes = PACKINGS[packing], GVA_HEADS[heads]
-    inputs = rule_inputs(case, sizes)
-    upstream = torch.randn(case.batch, case.seq_len, sizes.num_value_heads, sizes.value_head_dim).double()
+def check_float32(case, inputs):
+    """Output and every gradient of the rule, gates included, in fp32."""
+    upstream = torch.randn_like(inputs[2])
     want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), inputs, upstream)
     rows = rows_of(case)
     got = with_grads(lambda *x: gated_delta_rule(*x, rows), [x.float() for x in inputs], upstream)
     for name, g, w in zip(("o", *(f"d {n}" for n in NAMES)), got, want, strict=True):
         assert_close(name, g, w, FP32_TRUTH, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("heads", GVA_HEADS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rule_matches_reference(packing, heads):
+    """Every packing and ratio of heads, decay from weak to strong."""
+    case = PACKINGS[packing]
+    check_float32(case, rule_inputs(case, GVA_HEADS[heads]))
 
 
 def test_rule_strong_decay_keeps_gate_gradients():
@@ -63,12 +67,7 @@ def test_rule_strong_decay_keeps_gate_gradients():
     inputs = rule_inputs(case, GVA_HEADS["gva2"])
     inputs[5] = torch.linspace(1, 16, 8).log().double()
     inputs[6] = torch.ones(8).double()
-    upstream = torch.randn(1, case.seq_len, 8, 32).double()
-    want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), inputs, upstream)
-    rows = rows_of(case)
-    got = with_grads(lambda *x: gated_delta_rule(*x, rows), [x.float() for x in inputs], upstream)
-    for name, g, w in zip(("o", *(f"d {n}" for n in NAMES)), got, want, strict=True):
-        assert_close(name, g, w, FP32_TRUTH, dtype=torch.float32)
+    check_float32(case, inputs)
 
 
 def test_rule_bf16_is_as_good_as_the_reference_in_bf16_inputs():
