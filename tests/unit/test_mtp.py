@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_gdn import validation
 from megatron_gdn.microbatch import cut_microbatch, shift_in_documents
 from megatron_gdn.multi_token_prediction import tokens_ahead
 from megatron_gdn.stream import StreamParams
@@ -105,14 +104,3 @@ def test_tokens_ahead_refuses_a_microbatch_without_them(params):
     """A model with one depth more than the data was made for does not train on something else."""
     with pytest.raises(ValueError, match="--mtp-num-layers 1 .*got 0.*cut_microbatch"):
         tokens_ahead(params, SimpleNamespace(mtp_num_layers=1))
-
-
-def test_check_unsupported_refuses_a_repeated_layer():
-    """A layer that serves every depth cannot tell which depth it is at; several layers can."""
-    names = ("yaml_cfg", "sft", "fim_data", "hybrid_context_parallel", "hybrid_layer_pattern")
-    names += ("multi_latent_attention", "perform_rl_step", "mtp_use_repeated_layer")
-    args = SimpleNamespace(**dict.fromkeys(names), mtp_num_layers=2)
-    validation.check_unsupported(args)
-    args.mtp_use_repeated_layer = True
-    with pytest.raises(ValueError, match="--mtp-use-repeated-layer"):
-        validation.check_unsupported(args)

@@ -172,6 +172,55 @@ def test_check_evaluation(split, eval_iters, num_datasets, words):
         data_checks.check_evaluation(split, eval_iters, num_datasets)
 
 
+class Flags(SimpleNamespace):
+    """Flags of which all but those given are unset."""
+
+    def __getattr__(self, name):
+        return None
+
+
+QWEN35 = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "softmax_type": "vanilla",
+    "experimental_attention_variant": "gated_delta_net",
+    "transformer_impl": "local",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer is not supported"),
+        ({"use_rope_scaling": True}, "--use-rope-scaling is not supported"),
+        ({"dataloader_type": "external"}, "--dataloader-type external"),
+        ({"tokenizer": "byte", "tokenizer_type": "NullTokenizer"}, "--tokenizer-type beside --tokenizer"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm .*use RMSNorm"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa"),
+    ],
+)
+def test_check_unsupported(changes, words):
+    """What the layers would not obey; several layers of multi-token prediction they do."""
+    validation.check_unsupported(Flags(**QWEN35, mtp_num_layers=2, tokenizer="byte"))
+    with pytest.raises(ValueError, match=words):
+        validation.check_unsupported(Flags(**QWEN35 | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 0}, "--num-layers must be at least 1, got 0"),
+        ({"linear_attention_freq": 0}, "--linear-attention-freq must be at least 1"),
+        ({"num_experts": 8, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 with experts"),
+    ],
+)
+def test_check_positive(changes, words):
+    """Sizes that the host divides by, and experts under tensor parallelism."""
+    validation.check_positive(Flags(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=True))
+    with pytest.raises(ValueError, match=words):
+        validation.check_positive(Flags(**changes))
+
+
 def make_schedule(**changes) -> SimpleNamespace:
     """Flags of a run that is fine, with `changes`."""
     names = (
