@@ -57,6 +57,7 @@ from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, size_argu
 from megatron_gdn.cp_layout import CP_LAYOUTS
 from megatron_gdn.microbatch import Microbatch, cut_microbatch
 from megatron_gdn.model import Qwen35Model, build_model
+from megatron_gdn.ops import attention, gated_delta_rule
 from megatron_gdn.prepare_data import check_dataset
 from megatron_gdn.tokenizer import build_tokenizer
 from megatron_gdn.training_log import TrainingLog
@@ -297,6 +298,9 @@ def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
     total, active = count_parameters(
         config, args.padded_vocab_size, not args.untie_embeddings_and_output_weights
     )
+    device = torch.device(DEVICE_TYPE)
+    rule = gated_delta_rule.backend_name(device, args.params_dtype)
+    core_attention = attention.backend_name(device, args.params_dtype, args.kv_channels)
     rows = {
         "model": f"Qwen3.5 {args.qwen35_size}, {total:,} parameters, {active:,} active per token",
         "layer spec": " ".join(args.spec),
@@ -308,17 +312,12 @@ def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
         "parallel sizes": f"tp {args.tensor_model_parallel_size}, pp {args.pipeline_model_parallel_size}, "
         f"ep {args.expert_model_parallel_size}, cp {args.context_parallel_size}, "
         f"dp {args.data_parallel_size}",
-        "kernels": f"gated delta rule {_kernel()}, layers {args.transformer_impl}, {args.params_dtype}",
+        "kernels": f"gated delta rule {rule}, attention {core_attention}, layers {args.transformer_impl}, "
+        f"{args.params_dtype}",
         "tokens per step": f"{args.global_batch_size * args.seq_length:,}",
     }
     width = max(map(len, rows))
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""])
-
-
-def _kernel() -> str:
-    from megatron_gdn.ops.gated_delta_rule import backend_name
-
-    return backend_name(torch.device(DEVICE_TYPE))
 
 
 def refuse(error: BaseException) -> None:

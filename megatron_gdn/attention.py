@@ -13,9 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_gdn.attention_cp import EXCHANGES, context_parallel_attention
+from megatron_gdn.attention_cp import context_parallel_attention
 from megatron_gdn.ops.attention import attention
 from megatron_gdn.stream import StreamPlan, plan_of
+from megatron_gdn.validation import check_cp_comm_type
 
 
 class CPCoreAttention(MegatronModule):
@@ -63,11 +64,7 @@ class CPCoreAttention(MegatronModule):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             _refuse("attention", ("--window-size", config.window_size, None))
         self.cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
-        if self.cp_comm_type not in EXCHANGES:
-            raise ValueError(
-                f"--cp-comm-type {cp_comm_type} is not supported by attention with context parallelism; use "
-                f"{' or '.join(EXCHANGES)}, neither of which depends on the number of heads."
-            )
+        check_cp_comm_type(self.cp_comm_type)
         self.cp_group = pg_collection.cp
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 

@@ -69,7 +69,7 @@ class _ContextParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan, scale, cp_group, exchange):
-        q, k, v = (_to_rows(x, plan) for x in (q, k, v))
+        q, k, v = (plan.to_rows(x) for x in (q, k, v))
         o, lse = ops.forward(q, k, v, scale, plan.local_rows)
         o = o.to(ops.accumulation_dtype(q.dtype))
         q_spans, o_spans, lse_spans = (_by_span(x, plan) for x in (q, o, lse))
@@ -82,14 +82,14 @@ class _ContextParallelAttention(torch.autograd.Function):
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.work = plan, scale, cp_group, exchange
-        return _from_rows(o, plan)
+        return plan.from_rows(o)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         plan, scale, cp_group, exchange = ctx.work
-        do = _to_rows(do, plan)
+        do = plan.to_rows(do)
         dq, dk, dv = ops.backward(do, q, k, v, o, lse, scale, plan.local_rows)
         sums = ops.accumulation_dtype(q.dtype)
         dq, dkv = dq.to(sums), _stack(dk, dv, plan).to(sums)
@@ -106,7 +106,7 @@ class _ContextParallelAttention(torch.autograd.Function):
                 dkv_sum[keys, 0] += dk_part.transpose(0, 1)
                 dkv_sum[keys, 1] += dv_part.transpose(0, 1)
         dk, dv = (x.to(k.dtype) for x in dkv.unbind(1))
-        return _from_rows(dq, plan).to(q.dtype), dk, dv, None, None, None, None
+        return plan.from_rows(dq).to(q.dtype), dk, dv, None, None, None, None
 
 
 class Rectangle(NamedTuple):
@@ -154,11 +154,11 @@ def gathered(
     Communication: one all-gather of s*B*2*h*D elements per rank; in backward the same once more, and
     one reduce-scatter of their gradients in fp32.
     """
-    whole = _reorder(cp_comm.all_gather(kv, cp_group), plan, plan.stacked_to_stream)
+    whole = plan.to_stream(cp_comm.all_gather(kv, cp_group))
     dwhole = None if dkv is None else dkv.new_zeros(whole.shape)
     yield ((0, plan.seq_len),), whole, dwhole
     if dkv is not None:
-        dkv += cp_comm.reduce_scatter(_reorder(dwhole, plan, plan.stream_to_stacked), cp_group)
+        dkv += cp_comm.reduce_scatter(plan.to_stacked(dwhole), cp_group)
 
 
 def circled(
@@ -205,16 +205,6 @@ def ring_steps(plan: StreamPlan) -> tuple[int, ...]:
     return plan.__dict__["_ring_steps"]
 
 
-def _to_rows(x: Tensor, plan: StreamPlan) -> Tensor:
-    """[s, B, H, D] to [R, span_len, H, D]; a view when B is 1."""
-    return x.unflatten(0, (-1, plan.span_len)).transpose(1, 2).flatten(0, 1)
-
-
-def _from_rows(x: Tensor, plan: StreamPlan) -> Tensor:
-    """Inverse of `_to_rows`."""
-    return _by_span(x, plan).transpose(1, 2).flatten(0, 1)
-
-
 def _by_span(x: Tensor, plan: StreamPlan) -> Tensor:
     """[R, ...] as a view [spans, B, ...]."""
     return x.unflatten(0, (-1, plan.batch))
@@ -222,11 +212,4 @@ def _by_span(x: Tensor, plan: StreamPlan) -> Tensor:
 
 def _stack(k: Tensor, v: Tensor, plan: StreamPlan) -> Tensor:
     """Rows [R, span_len, h, D] of keys and of values to [s, 2, B, h, D], which travels as one."""
-    return torch.stack([_from_rows(k, plan), _from_rows(v, plan)], dim=1)
-
-
-def _reorder(x: Tensor, plan: StreamPlan, order: Tensor) -> Tensor:
-    """Put the spans of a whole stream [S, ...] in the given order; nothing to do when contiguous."""
-    if plan.layout == "contiguous":
-        return x
-    return x.unflatten(0, (-1, plan.span_len)).index_select(0, order).flatten(0, 1)
+    return torch.stack([plan.from_rows(k), plan.from_rows(v)], dim=1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn.cp_layout import CPLayout
@@ -183,8 +184,7 @@ def size_arguments(name: str) -> dict[str, Any]:
 def count_parameters(config: TransformerConfig, vocab_size: int, tied: bool) -> tuple[int, int]:
     """Parameters of the whole model (no multi-token prediction): all of them, and those one token uses."""
     hidden = config.hidden_size
-    layers = range(config.num_layers)
-    gdn_layers = sum(is_gdn_layer(config, layer) for layer in layers)
+    gdn_layers = sum(get_linear_attention_pattern(config))
     attention_layers = config.num_layers - gdn_layers
 
     keys = config.linear_num_key_heads * config.linear_key_head_dim
@@ -215,11 +215,3 @@ def count_parameters(config: TransformerConfig, vocab_size: int, tied: bool) -> 
         shared += config.num_layers * (shared_expert + (hidden if config.moe_shared_expert_gate else 0))
     expert = config.num_layers * mlp(config.moe_ffn_hidden_size)
     return shared + config.num_moe_experts * expert, shared + config.moe_router_topk * expert
-
-
-def is_gdn_layer(config: TransformerConfig, layer: int) -> bool:
-    """Whether layer number `layer` (from 0, over the whole model) is GatedDeltaNet, not attention."""
-    pattern = config.linear_attention_freq
-    if isinstance(pattern, int):
-        return (layer + 1) % pattern != 0
-    return bool(pattern[layer])

@@ -109,24 +109,17 @@ def cp2hp(x_sBC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tenso
 
     Communication: one all-to-all of s*B*cp*c elements, of which (cp-1)/cp leave the rank.
     """
-    s, batch, cp_size, c = x_sBC.shape
+    cp_size = plan.cp_size
     stacked = all_to_all(x_sBC.permute(2, 0, 1, 3), cp_group, [1] * cp_size, [1] * cp_size)
-    spans = stacked.reshape(-1, plan.span_len, batch, c)
-    if plan.layout == "zigzag":
-        spans = spans.index_select(0, plan.stacked_to_stream)
-    return spans.reshape(cp_size * s, batch, c)
+    return plan.to_stream(stacked.flatten(0, 1))
 
 
 def hp2cp(x_SBc: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
     """Inverse of `cp2hp`: [S, B, c] in stream order to [s, B, cp * c], channels by rank."""
-    seq_len, batch, c = x_SBc.shape
     cp_size = plan.cp_size
-    spans = x_SBc.reshape(-1, plan.span_len, batch, c)
-    if plan.layout == "zigzag":
-        spans = spans.index_select(0, plan.stream_to_stacked)
-    stacked = spans.reshape(cp_size, seq_len // cp_size, batch, c)
+    stacked = plan.to_stacked(x_SBc).unflatten(0, (cp_size, -1))
     received = all_to_all(stacked, cp_group, [1] * cp_size, [1] * cp_size)
-    return received.permute(1, 2, 0, 3).reshape(seq_len // cp_size, batch, cp_size * c)
+    return received.permute(1, 2, 0, 3).flatten(2)
 
 
 def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:

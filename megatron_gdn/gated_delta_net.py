@@ -15,6 +15,7 @@ from megatron_gdn.ops.causal_conv import causal_conv1d_silu
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.ops.norms import gated_rms_norm
 from megatron_gdn.stream import plan_of
+from megatron_gdn.validation import check_tensor_parallel_heads
 
 
 class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
@@ -61,13 +62,9 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         Raises:
             ValueError: heads that tensor or context parallelism cannot share out.
         """
-        tp_size = pg_collection.tp.size()
-        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        if key_heads % tp_size or value_heads % tp_size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {tp_size} must divide --linear-num-key-heads ({key_heads}) "
-                f"and --linear-num-value-heads ({value_heads})."
-            )
+        check_tensor_parallel_heads(
+            config.linear_num_key_heads, config.linear_num_value_heads, pg_collection.tp.size()
+        )
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, name=name)
         self.cp_mode = cp_mode
         sections = Sections(

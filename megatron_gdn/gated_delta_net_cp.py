@@ -8,7 +8,6 @@ keys, values), H value heads and h key heads of this tensor-parallel rank, K and
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,20 +41,27 @@ class Sections:
         return self.key_heads, self.key_heads, self.value_heads, self.value_heads, self.value_heads
 
 
-class GDNContextParallel(Protocol):
-    """What a GatedDeltaNet needs of a context-parallel strategy."""
+class WholeStream:
+    """No context parallelism: B rows of the whole stream, all heads. The strategies below differ from it."""
+
+    def __init__(self, sections: Sections):
+        self._sections = sections
 
     def sections(self) -> Sections:
         """Heads that this rank runs."""
+        return self._sections
 
     def rows(self, plan: StreamPlan) -> Rows:
         """Document borders of the rows that `enter` makes."""
+        return plan.stream_rows
 
     def enter(self, qkv_sBC: Tensor, ba_sBC: Tensor, plan: StreamPlan) -> tuple[Tensor, Tensor]:
         """Projected channels [s, B, ...] to rows: (queries-keys-values, b-a), [R, row_len, ...]."""
+        return qkv_sBC.transpose(0, 1), ba_sBC.transpose(0, 1)
 
     def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
         """Rows [R, row_len, C] of the rule's output to [s, B, all channels of this TP rank]."""
+        return out.transpose(0, 1)
 
     def halo(self, x: Tensor, taps: int, plan: StreamPlan) -> Tensor | None:
         """The `taps` tokens before each row of `x` [R, row_len, C]; None if every row starts a document."""
@@ -65,45 +71,10 @@ class GDNContextParallel(Protocol):
 
     def conv_weight(self, weight: Tensor) -> Tensor:
         """[all channels, W] to the channels that this rank runs."""
-
-    def per_head(self, parameter: Tensor) -> Tensor:
-        """[H] to the value heads that this rank runs."""
-
-
-class WholeStream:
-    """No context parallelism: B rows of the whole stream, all heads."""
-
-    def __init__(self, sections: Sections):
-        self._sections = sections
-
-    def sections(self) -> Sections:
-        """All heads."""
-        return self._sections
-
-    def rows(self, plan: StreamPlan) -> Rows:
-        """B rows."""
-        return plan.stream_rows
-
-    def enter(self, qkv_sBC: Tensor, ba_sBC: Tensor, plan: StreamPlan) -> tuple[Tensor, Tensor]:
-        """[S, B, C] to [B, S, C]."""
-        return qkv_sBC.transpose(0, 1), ba_sBC.transpose(0, 1)
-
-    def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
-        """[B, S, C] to [S, B, C]."""
-        return out.transpose(0, 1)
-
-    def halo(self, x: Tensor, taps: int, plan: StreamPlan) -> None:
-        """Nothing comes before a whole stream."""
-
-    def exchange(self, plan: StreamPlan) -> None:
-        """Nothing to pass on."""
-
-    def conv_weight(self, weight: Tensor) -> Tensor:
-        """All channels."""
         return weight
 
     def per_head(self, parameter: Tensor) -> Tensor:
-        """All heads."""
+        """[H] to the value heads that this rank runs."""
         return parameter
 
 
@@ -180,14 +151,11 @@ class ChunkwiseCP(WholeStream):
 
     def enter(self, qkv_sBC: Tensor, ba_sBC: Tensor, plan: StreamPlan) -> tuple[Tensor, Tensor]:
         """[s, B, C] to [spans * B, span_len, C]."""
-        return self._to_rows(qkv_sBC, plan), self._to_rows(ba_sBC, plan)
-
-    def _to_rows(self, x: Tensor, plan: StreamPlan) -> Tensor:
-        return x.unflatten(0, (-1, plan.span_len)).transpose(1, 2).flatten(0, 1)
+        return plan.to_rows(qkv_sBC), plan.to_rows(ba_sBC)
 
     def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
         """[spans * B, span_len, C] to [s, B, C]."""
-        return out.unflatten(0, (-1, plan.batch)).transpose(1, 2).flatten(0, 1)
+        return plan.from_rows(out)
 
     def halo(self, x: Tensor, taps: int, plan: StreamPlan) -> Tensor:
         """[R, taps, C], from the ranks that hold them."""
@@ -206,7 +174,7 @@ class ChunkwiseCP(WholeStream):
 GDN_CP_MODES = {"headwise": HeadwiseCP, "chunkwise": ChunkwiseCP}
 
 
-def build_context_parallel(mode: str, sections: Sections, cp_group: ProcessGroup) -> GDNContextParallel:
+def build_context_parallel(mode: str, sections: Sections, cp_group: ProcessGroup) -> WholeStream:
     """The strategy called `mode`, or none of them on a group of one.
 
     Raises:

@@ -70,12 +70,12 @@ def _block_spec(config, vp_stage: int | None, cp_mode: str) -> TransformerBlockS
     """
     config = getattr(config, "transformer", config)
     backend = _backend(config)
-    mixers = [_attention_spec(backend), _gated_delta_net_spec(backend, cp_mode)]
+    mixers = [_attention_spec(config, backend), _gated_delta_net_spec(backend, cp_mode)]
     kinds = zip(get_linear_attention_pattern(config), _moe_pattern(config), strict=True)
     specs = [_layer_spec(config, backend, mixers[linear], moe) for linear, moe in kinds]
     return TransformerBlockSubmodules(
         layer_specs=[specs[i] for i in _stage_layers(config, vp_stage)],
-        layer_norm=backend.layer_norm(rms_norm=True),
+        layer_norm=_norm(config, backend),
     )
 
 
@@ -93,7 +93,7 @@ def mtp_block_spec(config, vp_stage: int | None = None) -> MultiTokenPredictionB
     if not get_mtp_num_layers_to_build(config, vp_stage=vp_stage):
         return None
     backend = _backend(config)
-    norm = backend.layer_norm(rms_norm=True)
+    norm = _norm(config, backend)
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
@@ -101,7 +101,9 @@ def mtp_block_spec(config, vp_stage: int | None = None) -> MultiTokenPredictionB
             hnorm=norm,
             layer_norm=norm,
             eh_proj=backend.column_parallel_linear(),
-            mtp_model_layer=_layer_spec(config, backend, _attention_spec(backend), _moe_pattern(config)[-1]),
+            mtp_model_layer=_layer_spec(
+                config, backend, _attention_spec(config, backend), _moe_pattern(config)[-1]
+            ),
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
@@ -125,6 +127,11 @@ def _moe_pattern(config: TransformerConfig) -> list[int]:
     return get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
 
 
+def _norm(config: TransformerConfig, backend: BackendSpecProvider, for_qk: bool = False):
+    """The backend's norm of the kind that the config names."""
+    return backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=for_qk)
+
+
 def _column_linear(backend: BackendSpecProvider) -> type:
     """Column-parallel linear, with the norm before it where the backend fuses the two."""
     if backend.fuse_layernorm_and_linear():
@@ -145,8 +152,8 @@ def _gated_delta_net_spec(backend: BackendSpecProvider, cp_mode: str) -> ModuleS
     )
 
 
-def _attention_spec(backend: BackendSpecProvider) -> ModuleSpec:
-    qk_norm = backend.layer_norm(rms_norm=True, for_qk=True)
+def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
+    qk_norm = _norm(config, backend, for_qk=True)
     return ModuleSpec(
         module=GatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -165,7 +172,7 @@ def _layer_spec(
     config: TransformerConfig, backend: BackendSpecProvider, mixer: ModuleSpec, moe: int
 ) -> ModuleSpec:
     """One TransformerLayer. Checkpoint keys are those of the host's fused layers, fused here or not."""
-    norm, fused = backend.layer_norm(rms_norm=True), backend.fuse_layernorm_and_linear()
+    norm, fused = _norm(config, backend), backend.fuse_layernorm_and_linear()
     keys = (
         {} if fused else {"input_layernorm.": f"self_attention.{mixer.metainfo['input_linear']}.layer_norm_"}
     )

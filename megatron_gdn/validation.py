@@ -50,14 +50,23 @@ def check_parallel_sizes(config: Any, mode: str) -> None:
     _check_cp_choices(config)
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    check_tensor_parallel_heads(keys, values, tp)
+    if mode == "headwise":
+        check_headwise_heads(keys // tp, values // tp, cp)
+
+
+def check_tensor_parallel_heads(keys: int, values: int, tp: int) -> None:
+    """Refuse GatedDeltaNet heads that tensor parallelism cannot share out.
+
+    Raises:
+        ValueError: see the message.
+    """
     for flag, heads in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
         if heads % tp:
             raise ValueError(
                 f"{flag} {heads} must be a multiple of --tensor-model-parallel-size {tp}; lower "
                 f"--tensor-model-parallel-size to a divisor of {heads}."
             )
-    if mode == "headwise":
-        check_headwise_heads(keys // tp, values // tp, cp)
 
 
 def check_headwise_heads(key_heads: int, value_heads: int, cp_size: int) -> None:
@@ -89,13 +98,23 @@ def check_headwise_heads(key_heads: int, value_heads: int, cp_size: int) -> None
 def _check_cp_choices(config: Any) -> None:
     chosen = config.cp_comm_type
     for name in [chosen] if isinstance(chosen, str) else chosen or ():
-        if name not in CP_COMM_TYPES:
-            raise ValueError(
-                f"--cp-comm-type {name} is not supported by this project's attention; use all_gather (least "
-                "latency) or p2p (least memory). Neither depends on the number of heads, as a2a does."
-            )
+        check_cp_comm_type(name)
     if config.cp_layout not in CP_LAYOUTS:
         raise ValueError(f"--cp-layout {config.cp_layout} is unknown; use {' or '.join(CP_LAYOUTS)}.")
+
+
+def check_cp_comm_type(name: str) -> None:
+    """Refuse a way of exchanging keys and values that attention does not have.
+
+    Raises:
+        ValueError: see the message.
+    """
+    if name not in CP_COMM_TYPES:
+        raise ValueError(
+            f"--cp-comm-type {name} is not supported by attention; use all_gather or p2p (the "
+            "first has least latency, the second least memory). Neither depends on the number of heads, as "
+            "a2a does."
+        )
 
 
 def check_lengths(config: Any, *, seq_length: int, micro_batch_sizes: Iterable[int], packed: bool) -> None:
@@ -256,16 +275,16 @@ def check_unsupported(args: Any) -> None:
         if value:
             raise ValueError(f"{flag} is not supported by pretrain_qwen35.py; leave it out.")
     only = {
-        "normalization": ("RMSNorm",),
-        "position_embedding_type": ("rope",),
-        "softmax_type": ("vanilla",),
-        "experimental_attention_variant": ("gated_delta_net",),
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "softmax_type": "vanilla",
+        "experimental_attention_variant": "gated_delta_net",
     }
-    for name, allowed in only.items():
-        if getattr(args, name) not in allowed:
-            flag = "--" + name.replace("_", "-")
+    for name, wanted in only.items():
+        if getattr(args, name) != wanted:
             raise ValueError(
-                f"{flag} {getattr(args, name)} is not Qwen3.5's; use {allowed[0]}, as --qwen35-size sets."
+                f"--{name.replace('_', '-')} {getattr(args, name)} is not Qwen3.5's; use {wanted}, as "
+                "--qwen35-size sets."
             )
     if args.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         raise ValueError(

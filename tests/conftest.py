@@ -1,6 +1,5 @@
 """What every test gets: seeds, skips that say what is missing, and unwritten memory that shows."""
 
-import os
 import random
 from collections.abc import Callable
 from functools import wraps
@@ -14,10 +13,6 @@ from megatron_gdn import cpu
 
 # Counted before megatron_gdn.cpu may answer for the machine; counting does not open CUDA, so ranks can fork.
 NUM_DEVICES = torch.cuda.device_count()
-
-if NUM_DEVICES == 0:
-    # Compiling the host's small fused functions for the CPU takes longer than all the tests.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def _filled_with_nan(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

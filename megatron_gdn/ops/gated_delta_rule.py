@@ -26,7 +26,7 @@ StateExchange = Callable[[Tensor], Tensor]
 """Summaries of the local rows [R, H, K, K+V] to the states that enter them [R, H, K, V], fp32."""
 
 
-def backend_name(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+def backend_name(device: torch.device, dtype: torch.dtype) -> str:
     """Which kernel runs for tensors of this device and dtype: "fla" or "torch"."""
     return "fla" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "torch"
 

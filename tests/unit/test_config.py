@@ -2,8 +2,9 @@
 
 import pytest
 import torch.nn.functional as F
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 
-from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, is_gdn_layer, size_arguments
+from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, size_arguments
 
 # Counted by transformers 5.24 on the meta device (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM), an
 # implementation that shares nothing with ours; the last column is the text model's published size.
@@ -47,8 +48,7 @@ def test_count_parameters_written_out():
 def test_debug_size_has_every_structure():
     """The debug size leaves out nothing that the MoE sizes have."""
     config = Qwen35Config.from_size("debug")
-    kinds = [is_gdn_layer(config, layer) for layer in range(config.num_layers)]
-    assert kinds == [True, True, True, False]
+    assert get_linear_attention_pattern(config) == [1, 1, 1, 0]
     assert config.linear_num_value_heads == 2 * config.linear_num_key_heads
     assert config.num_query_groups < config.num_attention_heads
     assert config.num_moe_experts > config.moe_router_topk > 1

@@ -38,7 +38,7 @@ def compare_state_dicts(rank, world_size):
         )
         build = {"config": config, "layer_number": 1, "pg_collection": groups}
         pairs = [(host_gdn(**build), _gated_delta_net_spec(LocalBackend(), "chunkwise")(**build))]
-        ours = _attention_spec(LocalBackend())
+        ours = _attention_spec(config, LocalBackend())
         pairs.append((ModuleSpec(SelfAttention, ours.params, ours.submodules)(**build), ours(**build)))
         return [(shapes(host), shapes(mine)) for host, mine in pairs]
 
@@ -63,6 +63,13 @@ def test_host_resolves_our_specs_and_swallows_a_typo():
         import_module(("megatron_gdn.layer_specs", "get_qwen35_headwise_cp_spec")).gdn_cp_mode == "headwise"
     )
     assert import_module(("megatron_gdn.layer_spec", "get_qwen35_headwise_cp_spec")) is None
+
+
+def test_spec_refuses_another_norm():
+    """The local backend has RMSNorm only, so a config that names another is not trained with it."""
+    config = config_for(GVA_HEADS["gva2"], normalization="LayerNorm")
+    with pytest.raises(ValueError, match="--normalization RMSNorm"):
+        megatron_gdn.get_qwen35_headwise_cp_spec(config)
 
 
 def test_fla_swallows_unknown_keywords():
