@@ -32,6 +32,8 @@ from megatron_gdn import cpu
 from megatron_gdn.training_log import LOG_NAME, read_log
 from tests.benchmarks.report import RESULTS, provenance, table
 from tests.helpers.distributed import run_ranks
+from tests.helpers.pretrain import train_rank as run_script
+from tests.helpers.pretrain import words
 
 EARLY = 10
 """Iterations in which rounding has not been amplified yet."""
@@ -224,9 +226,6 @@ def train_rank(
     """Body of one rank: train, output to a file. Returns the digest of the weights it started from."""
     import pretrain_qwen35
 
-    with (folder / f"rank-{rank}.txt").open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
     training = pretrain_qwen35.training
     original = training.load_checkpoint
     digests = [None]
@@ -240,8 +239,7 @@ def train_rank(
         return answer
 
     training.load_checkpoint = load_checkpoint
-    sys.argv = ["pretrain_qwen35.py", *arguments]
-    pretrain_qwen35.main()
+    run_script(rank, world_size, arguments, folder)
     return digests[-1]
 
 
@@ -251,28 +249,23 @@ def launch(
     """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights it started from.
 
     Args:
-        flags: name to value, or to a list of them.
+        flags: name to value.
         switches: flags without value.
         cp: ranks.
         folder: made here; what the ranks print goes there.
         edit: changes the weights after they are loaded.
     """
     folder.mkdir()
-    pairs = (FLAGS | {"context-parallel-size": cp} | flags).items()
-    arguments = [
-        str(word)
-        for name, value in pairs
-        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
-    ]
+    arguments = words(FLAGS | {"context-parallel-size": cp} | flags)
     digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, edit, timeout=TIMEOUT)
     if len(set(digests)) > 1:
         raise RuntimeError(f"ranks loaded different weights; see {folder}")
     return digests[0]
 
 
-def spec(mode: str) -> list[str]:
+def spec(mode: str) -> str:
     """What --spec is given."""
-    return ["megatron_gdn.layer_specs", f"get_qwen35_{mode}_cp_spec"]
+    return f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec"
 
 
 def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:

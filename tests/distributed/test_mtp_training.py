@@ -1,16 +1,14 @@
 """The training script with multi-token prediction: the same run on one rank and on several."""
 
-import json
 import re
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from tests.helpers.distributed import run_ranks
+from megatron_gdn.training_log import LOG_NAME, read_log
+from tests.helpers.pretrain import pretrain, words
 
 FLAGS = {
     "qwen35-size": "0.8b",  # the output layer shares the embedding's weight
@@ -53,24 +51,12 @@ def make_data(folder: Path) -> str:
     return prefix
 
 
-def train(rank, world_size, flags: dict, switches: tuple[str, ...], folder: Path) -> None:
-    """One rank of the training script; what it prints goes to a file."""
-    import pretrain_qwen35
-
-    pairs = (FLAGS | flags | {"tensorboard-dir": folder}).items()
-    words = [word for name, value in pairs for word in (f"--{name}", *str(value).split())]
-    sys.argv = ["pretrain_qwen35.py", *words, *switches]
-    with (folder / f"rank-{rank}.txt").open("w") as output:
-        with redirect_stdout(output), redirect_stderr(output):
-            pretrain_qwen35.main()
-
-
 def run_training(folder: Path, ranks: int, flags: dict, *switches: str) -> dict[str, list[float]]:
     """Every iteration's losses and gradient norm, of the script on `ranks` ranks."""
-    folder.mkdir()
-    run_ranks(train, ranks, flags, (*SWITCHES, *switches), folder)
+    line = words(FLAGS | flags | {"tensorboard-dir": folder})
+    pretrain(ranks, [*line, *SWITCHES, *switches], folder)
     printed = (folder / f"rank-{ranks - 1}.txt").read_text()
-    records = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    records = read_log(str(folder / LOG_NAME))
     return {
         "mtp_1 loss": [float(value) for value in re.findall(r"mtp_1 loss: (\S+)", printed)],
         "lm loss": [record["lm loss"] for record in records],

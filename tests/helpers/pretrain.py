@@ -29,13 +29,18 @@ TINY = {
 """A run of a few seconds; flags by name, without dashes."""
 
 
-def arguments(flags: dict) -> list[str]:
-    """The command line of TINY with `flags` over it: True is a bare flag, None leaves one out."""
-    words = []
-    for name, value in (TINY | flags).items():
+def words(flags: dict) -> list[str]:
+    """A command line: True is a bare flag, None leaves one out, text is cut at its spaces."""
+    line = []
+    for name, value in flags.items():
         if value is not None:
-            words += [f"--{name}", *([] if value is True else str(value).split())]
-    return words
+            line += [f"--{name}", *([] if value is True else str(value).split())]
+    return line
+
+
+def arguments(flags: dict) -> list[str]:
+    """The command line of TINY with `flags` over it."""
+    return words(TINY | flags)
 
 
 def pretrain(world_size: int, command_line: list[str], folder: Path, timeout: float = 120) -> None:
@@ -45,7 +50,7 @@ def pretrain(world_size: int, command_line: list[str], folder: Path, timeout: fl
         AssertionError: a rank failed, with its traceback.
     """
     folder.mkdir(parents=True)
-    run_ranks(_train, world_size, command_line, folder, timeout=timeout)
+    run_ranks(train_rank, world_size, command_line, folder, timeout=timeout)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -53,7 +58,8 @@ def losses(folder: Path) -> dict[int, float]:
     return curve(read_log(str(folder / LOG_NAME)), "lm loss")
 
 
-def _train(rank: int, world_size: int, command_line: list[str], folder: Path) -> None:
+def train_rank(rank: int, world_size: int, command_line: list[str], folder: Path) -> None:
+    """Body of one rank: train, and send all that is said to `folder`/rank-N.txt."""
     import pretrain_qwen35
 
     _talk_to(folder / f"rank-{rank}.txt")

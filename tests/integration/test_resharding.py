@@ -4,8 +4,6 @@ Every run is `pretrain_qwen35.py` with its ranks forked from here. A run that lo
 what it has loaded; the two checkpoints are read with torch's own reader, which knows whole tensors only.
 """
 
-import os
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ import megatron_gdn.layer_specs  # noqa: F401  imported once, before ranks are f
 import pretrain_qwen35
 from megatron_gdn.training_log import LOG_NAME, read_log
 from tests.helpers.distributed import run_ranks
+from tests.helpers.pretrain import train_rank, words
 
 FLAGS = {
     "qwen35-size": "debug",
@@ -72,9 +71,6 @@ class Run:
 
 def rank_main(rank: int, world_size: int, arguments: list[str], folder: Path) -> dict[str, set[torch.dtype]]:
     """Body of one rank: train, output to a file. Returns the dtypes of `Run`."""
-    with (folder / f"rank-{rank}.txt").open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
     training, dtypes = pretrain_qwen35.training, {}
     load_checkpoint = training.load_checkpoint
 
@@ -90,8 +86,7 @@ def rank_main(rank: int, world_size: int, arguments: list[str], folder: Path) ->
         return answer
 
     training.load_checkpoint = load_and_save
-    sys.argv = ["pretrain_qwen35.py", *arguments]
-    pretrain_qwen35.main()
+    train_rank(rank, world_size, arguments, folder)
     return dtypes
 
 
@@ -100,12 +95,12 @@ def train(folder: Path, ranks: int, mode: str, switches: tuple[str, ...], **flag
     folder.mkdir(parents=True)
     settings = FLAGS | {name.replace("_", "-"): value for name, value in flags.items()}
     settings |= {"spec": f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec", "save": folder / "save"}
-    words = [word for name, value in settings.items() for word in (f"--{name}", *str(value).split())]
-    words += ["--mock-data", "--use-checkpoint-opt-param-scheduler", *(f"--{name}" for name in switches)]
+    settings |= dict.fromkeys(("mock-data", "use-checkpoint-opt-param-scheduler", *switches), True)
+    line = words(settings)
     try:
-        dtypes = run_ranks(rank_main, ranks, words, folder, timeout=200)[0]
+        dtypes = run_ranks(rank_main, ranks, line, folder, timeout=200)[0]
     except AssertionError as error:
-        raise AssertionError(f"pretrain_qwen35.py {' '.join(words)}\n{error}") from None
+        raise AssertionError(f"pretrain_qwen35.py {' '.join(line)}\n{error}") from None
     losses = [record["lm loss"] for record in read_log(str(folder / "save" / LOG_NAME))]
     return Run(folder, losses, dtypes)
 
