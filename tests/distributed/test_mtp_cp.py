@@ -23,8 +23,8 @@ from megatron_gdn.norms import RMSNorm
 from tests.helpers.cases import FP32_SHARDED, PACKINGS
 from tests.helpers.compare import assert_close, relative_rms, summed_grads
 from tests.helpers.distributed import make_groups, run_ranks
+from tests.helpers.model import VOCAB, make_samples
 
-VOCAB = 96
 PACKED, DENSE = "borders_off_spans", "batch_of_2"
 CPU = torch.device("cpu")
 
@@ -77,27 +77,6 @@ def _start(name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Random, but with routers far from ties: rounding must not send a token to another expert."""
     start = torch.randn_like(parameter) * (1.0 if "router" in name or "embedding" in name else 0.05)
     return start.exp() if name.endswith("A_log") else start
-
-
-def make_samples(packing: str) -> list[dict[str, torch.Tensor]]:
-    """Two microbatches with the documents of a case; more labels count the later they stand,
-    so that ranks differ in how many they hold."""
-    case, random = PACKINGS[packing], torch.Generator().manual_seed(7)
-    shape = (case.batch, case.seq_len)
-    samples = []
-    for _ in range(2):
-        tokens = torch.randint(VOCAB, (case.batch, case.seq_len + 1), generator=random)
-        counts = torch.rand(shape, generator=random) < torch.linspace(0.2, 1, case.seq_len) ** 3
-        counts[:, 0] = True  # a label that is no target, so the two are not equally many
-        samples.append(
-            {
-                "tokens": tokens[:, :-1],
-                "labels": tokens[:, 1:],
-                "loss_mask": counts.float(),
-                "position_ids": case.positions,
-            }
-        )
-    return samples
 
 
 def train_step(model, groups, samples, packed: bool, hosts=False):
