@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gdn.attention_cp import context_parallel_attention
 from megatron_gdn.ops.attention import attention
-from megatron_gdn.stream import StreamPlan, plan_of
+from megatron_gdn.stream import StreamPlan, cp_group_of, plan_of
 from megatron_gdn.validation import check_cp_comm_type
 
 
@@ -65,7 +65,7 @@ class CPCoreAttention(MegatronModule):
             _refuse("attention", ("--window-size", config.window_size, None))
         self.cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
         check_cp_comm_type(self.cp_comm_type)
-        self.cp_group = pg_collection.cp
+        self.pg_collection = pg_collection
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -89,26 +89,28 @@ class CPCoreAttention(MegatronModule):
                 causal, and documents come with `packed_seq_params`.
             attn_mask_type: must be causal or None.
             attention_bias: must be None.
-            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense.
+            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense. Its
+                `cp_group`, if there is one, takes the place of the model's CP group.
 
         Returns:
             [s, B, H * D] in query's dtype.
 
         Raises:
-            ValueError: a bias or another mask type; a microbatch cut for another layout or length.
+            ValueError: a bias or another mask type; a microbatch cut for another layout, length or group.
 
         Communication: none on one CP rank; else see `attention_cp.gathered` and `attention_cp.circled`.
         """
         if attn_mask_type is not None:
             _refuse("attention", ("attn_mask_type", attn_mask_type, AttnMaskType.causal))
         _refuse("attention", ("attention_bias", attention_bias, None))
-        plan = _plan(query, packed_seq_params, self.config, self.cp_group)
+        cp_group = cp_group_of(packed_seq_params, self.pg_collection.cp)
+        plan = _plan(query, packed_seq_params, self.config, cp_group)
         if plan.cp_size == 1:
             rows = (x.transpose(0, 1) for x in (query, key, value))
             out = attention(*rows, self.softmax_scale, plan.stream_rows).transpose(0, 1)
         else:
             out = context_parallel_attention(
-                query, key, value, plan, self.softmax_scale, self.cp_group, self.cp_comm_type
+                query, key, value, plan, self.softmax_scale, cp_group, self.cp_comm_type
             )
         return out.flatten(2)
 
@@ -188,7 +190,8 @@ class GatedSelfAttention(SelfAttention):
             rotary_pos_sin: inference only.
             rotary_pos_cos_sin: inference only.
             attention_bias: not supported.
-            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense.
+            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense. Its
+                `cp_group`, if there is one, takes the place of the model's CP group.
             sequence_len_offset: inference only.
             inference_params: inference only.
 
@@ -213,7 +216,8 @@ class GatedSelfAttention(SelfAttention):
         )
         gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
-        plan = _plan(query, packed_seq_params, self.config, self.pg_collection.cp)
+        cp_group = cp_group_of(packed_seq_params, self.pg_collection.cp)
+        plan = _plan(query, packed_seq_params, self.config, cp_group)
         tables = rope_tables(plan, self.rot_dim, self.config.rotary_base)
         query, key = apply_rope(query, *tables), apply_rope(key, *tables)
 

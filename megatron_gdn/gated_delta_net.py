@@ -10,11 +10,11 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor, nn
 
 from megatron_gdn.float32 import Float32Parameters
-from megatron_gdn.gated_delta_net_cp import Sections, build_context_parallel
+from megatron_gdn.gated_delta_net_cp import Sections, WholeStream, build_context_parallel
 from megatron_gdn.ops.causal_conv import causal_conv1d_silu
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.ops.norms import gated_rms_norm
-from megatron_gdn.stream import plan_of
+from megatron_gdn.stream import StreamPlan, cp_group_of, plan_of
 from megatron_gdn.validation import check_tensor_parallel_heads
 
 
@@ -67,10 +67,10 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         )
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, name=name)
         self.cp_mode = cp_mode
-        sections = Sections(
+        self.sections = Sections(
             self.num_k_heads_local_tp, self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim
         )
-        self.context_parallel = build_context_parallel(cp_mode, sections, pg_collection.cp)
+        build_context_parallel(cp_mode, self.sections, pg_collection.cp)  # refuses heads before training
 
     def reset_parameters(self):
         """Initialise as the host does, but with gates in fp32."""
@@ -100,22 +100,28 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
                 `config.cp_layout`.
             attention_mask: ignored; the rule is causal and documents come with `packed_seq_params`.
             inference_context: must be None.
-            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense.
+            packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense. Its
+                `cp_group`, if there is one, takes the place of the model's CP group.
 
         Returns:
             (output of the same shape, bias of out_proj or None).
+
+        Raises:
+            ValueError: a microbatch cut for another layout, length or group; heads that its group cannot
+                share out.
 
         Communication: in_proj's and out_proj's over tp; that of the CP strategy over cp.
         """
         if inference_context is not None:
             raise NotImplementedError("GatedDeltaNet trains only; inference is not supported.")
+        cp_group = cp_group_of(packed_seq_params, self.pg_collection.cp)
+        cp = build_context_parallel(self.cp_mode, self.sections, cp_group)
         qkvzba, _ = self.in_proj(hidden_states)
         s, batch, _ = qkvzba.shape
-        cp = self.context_parallel
         plan = plan_of(
             packed_seq_params,
             layout=self.config.cp_layout,
-            cp_group=self.pg_collection.cp,
+            cp_group=cp_group,
             seq_len_local=s,
             batch=batch,
             device=qkvzba.device,
@@ -124,7 +130,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         qkv, z, ba = qkvzba.split([q_dim + k_dim + v_dim, z_dim, b_dim + a_dim], dim=-1)
 
         qkv, ba = cp.enter(qkv, ba, plan)
-        out = self._recurrence(qkv, ba, plan)
+        out = self._recurrence(qkv, ba, cp, plan)
         out = cp.leave(out.flatten(2), plan)
 
         if self.recompute_norm_out:
@@ -138,9 +144,8 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
             self.norm_out_checkpoint.discard_output_and_register_recompute(y)
         return y, bias
 
-    def _recurrence(self, qkv: Tensor, ba: Tensor, plan) -> Tensor:
+    def _recurrence(self, qkv: Tensor, ba: Tensor, cp: WholeStream, plan: StreamPlan) -> Tensor:
         """Convolution and rule on rows: [R, s, C], [R, s, 2H] to [R, s, H, V]."""
-        cp = self.context_parallel
         rows, sections = cp.rows(plan), cp.sections()
         halo = cp.halo(qkv, self.conv_kernel_dim - 1, plan)
         weight = cp.conv_weight(self.conv1d.weight.squeeze(1))

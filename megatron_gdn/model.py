@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_gdn.layer_specs import mtp_block_spec
 from megatron_gdn.multi_token_prediction import tokens_ahead
-from megatron_gdn.stream import StreamParams, TokensAhead
+from megatron_gdn.stream import StreamParams, TokensAhead, cp_group_of
 
 
 class Qwen35Model(GPTModel):
@@ -84,34 +84,41 @@ class Qwen35Model(GPTModel):
             return logits_of(hidden_states, weight).transpose(0, 1).contiguous()
         hidden_states, *predictions = hidden_states.chunk(1 + self.config.mtp_num_layers)
         mtp_weight = weight.detach() if self.config.mtp_detach_heads else weight
+        cp_size = cp_group_of(packed_seq_params, self.pg_collection.cp).size()
         for depth, ahead in enumerate(tokens_ahead(packed_seq_params, self.config)):
             logits = logits_of(predictions[depth], mtp_weight)
             losses = self.compute_language_model_loss(ahead.labels, logits) * ahead.loss_mask
             if self.training:
-                self._log_mtp(depth, ahead, logits, losses, runtime_gather_output)
-            losses = losses * self._mtp_loss_scale(ahead)
+                self._log_mtp(depth, ahead, cp_size, logits, losses, runtime_gather_output)
+            losses = losses * self._mtp_loss_scale(ahead, cp_size)
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses)
         return self.compute_language_model_loss(labels, logits_of(hidden_states, weight))
 
-    def _mtp_loss_scale(self, ahead: TokensAhead) -> float:
+    def _mtp_loss_scale(self, ahead: TokensAhead, cp_size: int) -> float:
         """Makes the sum over this rank's targets a share of the mean over the microbatch's.
 
         The host averages gradients over CP ranks, or with --calculate-per-token-loss divides their sum by
         the labels of the main prediction.
         """
         config = self.config
-        divided_by = ahead.num_labels if config.calculate_per_token_loss else self.pg_collection.cp.size()
+        divided_by = ahead.num_labels if config.calculate_per_token_loss else cp_size
         share = config.mtp_loss_scaling_factor / config.mtp_num_layers
         return share * divided_by / max(ahead.num_targets, 1)
 
     def _log_mtp(
-        self, depth: int, ahead: TokensAhead, logits: Tensor, losses: Tensor, gathered: bool | None
+        self,
+        depth: int,
+        ahead: TokensAhead,
+        cp_size: int,
+        logits: Tensor,
+        losses: Tensor,
+        gathered: bool | None,
     ) -> None:
         """Tell the host's log the loss and the hits; it averages and sums them over DP and CP ranks."""
         correct, total = _compute_mtp_acceptance_counts(
             logits, ahead.labels, ahead.loss_mask, self.output_layer, gathered, self.pg_collection.tp
         )
-        mean = losses.detach().sum() * (self.pg_collection.cp.size() / max(ahead.num_targets, 1))
+        mean = losses.detach().sum() * (cp_size / max(ahead.num_targets, 1))
         MTPLossLoggingHelper.save_metrics_to_tracker(
             mean,
             correct,

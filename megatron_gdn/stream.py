@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_gdn import cp_layout
 from megatron_gdn.cp_layout import CPLayout
@@ -140,11 +141,29 @@ def dense_plan(
     return StreamPlan(layout, cp_size, cp_rank, seq_len, batch, (0, seq_len), device)
 
 
+def cp_group_of(packed_seq_params: PackedSeqParams | None, default: ProcessGroup) -> ProcessGroup:
+    """The ranks that share this microbatch's stream: `packed_seq_params.cp_group`, else `default`.
+
+    So a live model can run on another number of CP ranks, as for evaluation, call by call.
+
+    Raises:
+        ValueError: `local_cp_size` says another size than the group has.
+    """
+    group = getattr(packed_seq_params, "cp_group", None) or default
+    size = getattr(packed_seq_params, "local_cp_size", None)
+    if size is not None and size != group.size():
+        raise ValueError(
+            f"packed_seq_params.local_cp_size {int(size)} is not the size of the context-parallel group, "
+            f"{group.size()}; pass the group of these ranks as packed_seq_params.cp_group too."
+        )
+    return group
+
+
 def plan_of(
     packed_seq_params: PackedSeqParams | None,
     *,
     layout: CPLayout,
-    cp_group: torch.distributed.ProcessGroup,
+    cp_group: ProcessGroup,
     seq_len_local: int,
     batch: int,
     device: torch.device,
@@ -153,7 +172,7 @@ def plan_of(
 
     A host `PackedSeqParams` (format "thd") is read once and keeps its plan, so the copy of
     `cu_seqlens` to the host happens once per microbatch, not once per layer. It is read again when it
-    holds another tensor; writing into the tensor that was read is not seen.
+    holds another tensor, or for a group of another size; writing into the tensor that was read is not seen.
 
     Args:
         packed_seq_params: `StreamParams`, the host's class, or None for a dense microbatch.
@@ -164,7 +183,7 @@ def plan_of(
         device: where the layer runs.
 
     Raises:
-        ValueError: the plan's layout, length or batch is not what the layer was given.
+        ValueError: the plan's layout, group size, length or batch is not what the layer was given.
     """
     cp_size, cp_rank = cp_group.size(), cp_group.rank()
     seq_len = seq_len_local * cp_size
@@ -176,7 +195,7 @@ def plan_of(
             borders = packed_seq_params.cu_seqlens_q_padded
             borders = packed_seq_params.cu_seqlens_q if borders is None else borders
             read, plan = getattr(packed_seq_params, "_plan_of_borders", (None, None))
-            if read is not borders:
+            if read is not borders or (plan.cp_size, plan.cp_rank) != (cp_size, cp_rank):
                 cu_seqlens = tuple(borders.tolist())
                 plan = StreamPlan(layout, cp_size, cp_rank, seq_len, batch, cu_seqlens, device)
                 packed_seq_params._plan_of_borders = (borders, plan)
@@ -185,6 +204,7 @@ def plan_of(
         raise ValueError(
             f"the layer takes (layout, cp size, cp rank, stream length, batch) "
             f"{(layout, cp_size, cp_rank, seq_len, batch)} but the microbatch was cut for {got}; "
-            "--cp-layout must be the same for the data and for every layer."
+            "--cp-layout must be the same for the data and for every layer, and the CP group is the model's "
+            "or, for both, that of packed_seq_params.cp_group."
         )
     return plan

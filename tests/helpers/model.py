@@ -148,7 +148,16 @@ def cut(sample: dict[str, Tensor], config, cp_group, packed: bool):
     )
 
 
-def train_step(model, groups, samples: list[dict[str, Tensor]], packed: bool, two_values=False) -> Tensor:
+def logits_of(model, cp_group, sample: dict[str, Tensor], packed: bool) -> Tensor:
+    """This rank's logits, [B, s, VOCAB], without gradients, as in evaluation."""
+    part = cut(sample, model.config, cp_group, packed)
+    with torch.no_grad():
+        return model(part.tokens, part.position_ids, None, packed_seq_params=part.params)
+
+
+def train_step(
+    model, groups, samples: list[dict[str, Tensor]], packed: bool, cp_group=None, two_values=False
+) -> Tensor:
     """Forward, backward and the host's reduction of gradients, by its schedule and the script's loss.
 
     Args:
@@ -156,6 +165,7 @@ def train_step(model, groups, samples: list[dict[str, Tensor]], packed: bool, tw
         groups: process groups; data-parallel ranks share the samples out.
         samples: microbatches of all data-parallel ranks.
         packed: keep documents apart.
+        cp_group: ranks that share a stream in this step, if not those of the model.
         two_values: a loss function that gives the host (loss, report), the host's older form.
 
     Returns:
@@ -174,7 +184,8 @@ def train_step(model, groups, samples: list[dict[str, Tensor]], packed: bool, tw
         return (loss / tokens / groups.cp.size(), report) if two_values else (loss, tokens, report)
 
     def forward_step(data, model):
-        part = cut(next(data), config, groups.cp, packed)
+        part = cut(next(data), config, cp_group or groups.cp, packed)
+        part.params.cp_group = cp_group
         extra = {"labels": part.labels, "loss_mask": part.loss_mask, "packed_seq_params": part.params}
         output = model(part.tokens, part.position_ids, None, **extra)
         return output, functools.partial(loss_func, part)
@@ -249,4 +260,5 @@ def check_grads(where: str, model, want: dict[str, Tensor]) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
     optimizer.prepare_grads()
     norm = torch.as_tensor(optimizer.get_grad_norm(), dtype=torch.float32).view(())
+    optimizer.zero_grad()  # it made the buffers the parameters' own grad, which the next backward adds to
     assert_close(f"{where} norm of all", norm, sums[0].sum().sqrt().float(), FP32_SHARDED)
