@@ -25,8 +25,8 @@ class Qwen35Model(GPTModel):
     Each depth adds `mtp_loss_scaling_factor / mtp_num_layers` times its mean loss over the targets of the
     microbatch. The host takes each rank's own mean, so that a target weighs more on a rank with fewer.
 
-    The loss function must give the host three values (loss, tokens, report), as that of
-    pretrain_qwen35.py does.
+    With --calculate-per-token-loss the loss function must give the host three values (loss, tokens,
+    report), as that of pretrain_qwen35.py does; without, two (mean loss over the stream, report) do too.
     """
 
     def __init__(self, *args, **kwargs):

@@ -96,3 +96,17 @@ def test_grads_of_every_parameter(name):
     for per_token in (False, True) if "mtp" in name else (False,):
         one_rank(case.model, case.packing, per_token)
         run_ranks(check, case.tp * case.cp * case.dp, case, per_token)
+
+
+def check_two_values(rank, world_size):
+    state, _, want = one_rank("mtp", PACKED)
+    with make_groups(cp=world_size) as groups:
+        model = make_model(groups, "chunkwise", state, **MODELS["mtp"])
+        train_step(model, groups, make_samples(PACKED), packed=True, two_values=True)
+        check_grads("two values", model, want)
+
+
+def test_grads_with_a_loss_function_of_two_values():
+    """The host's older form of a loss, (loss, report), is divided otherwise; what is added to it fits."""
+    one_rank("mtp", PACKED)
+    run_ranks(check_two_values, 2)
