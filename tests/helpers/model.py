@@ -55,23 +55,20 @@ class Shard(NamedTuple):
     """Whether the other ranks' copies of this part say that they are copies."""
 
 
-def small_config(groups, **overrides) -> Qwen35Config:
-    """Four layers, hybrid, with experts unless told otherwise, for these groups."""
-    sizes = {
+def small_fields(groups) -> dict:
+    """Fields of a `TransformerConfig` that make the debug size small and fit these groups."""
+    return {
         "hidden_size": 64,
         "tensor_model_parallel_size": groups.tp.size(),
         "context_parallel_size": groups.cp.size(),
         "expert_model_parallel_size": groups.ep.size(),
         "expert_tensor_parallel_size": groups.expt_tp.size(),
-        "cp_comm_type": "p2p",
         "use_cpu_initialization": True,
         "perform_initialization": False,
-        "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
         # Experts accept tensor parallelism with sequence parallelism only.
         "sequence_parallel": groups.tp.size() > 1,
     }
-    return Qwen35Config.from_size("debug", **(sizes | overrides))
 
 
 def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **overrides):
@@ -83,7 +80,8 @@ def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **over
         state: whole tensors by checkpoint key; random if None.
         **overrides: fields of the config.
     """
-    config = small_config(groups, **overrides)
+    ours = {"cp_comm_type": "p2p", "transformer_impl": "local"}
+    config = Qwen35Config.from_size("debug", **small_fields(groups) | ours | overrides)
     whole = SimpleNamespace(
         transformer=config,
         transformer_layer_spec=import_module(("megatron_gdn.layer_specs", SPECS[mode])),
@@ -97,21 +95,23 @@ def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **over
     model_parallel_cuda_manual_seed(
         1
     )  # asked for by sequence parallelism; nothing here is random after _start
-    with torch.no_grad():
-        if state is None:
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_start(name, parameter))
-        else:
-            for shard in shards(model):
-                shard.data.copy_(state[shard.key][shard.place])
+    if state is None:
+        randomize(model)
+    else:
+        for shard in shards(model):
+            shard.data.copy_(state[shard.key][shard.place])
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model, pg_collection=groups)
 
 
-def _start(name: str, parameter: Tensor) -> Tensor:
-    """Random; routers far from ties, so that rounding sends no token to another expert; long memory."""
-    if name.endswith("A_log"):  # a state that forgets within tokens would hide one that is not passed on
-        return torch.empty_like(parameter).uniform_(-5, 0)
-    return torch.randn_like(parameter) * (1.0 if "router" in name or "embedding" in name else 0.05)
+def randomize(model) -> None:
+    """Random parameters; routers far from ties, so that rounding sends no token to another expert; and long
+    memories, since states that fade within tokens would hide one that is not passed on."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-5, 0)
+            else:
+                parameter.normal_(std=1.0 if "router" in name or "embedding" in name else 0.05)
 
 
 def make_samples(packing: str) -> list[dict[str, Tensor]]:
