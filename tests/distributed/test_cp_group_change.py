@@ -5,7 +5,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn.stream import StreamParams, cp_group_of
-from tests.helpers.cases import EXACT, FP32_SHARDED, PACKINGS
+from tests.helpers.cases import EXACT, FP32_SHARDED
 from tests.helpers.compare import assert_close, local_part
 from tests.helpers.distributed import count_collectives, make_groups, run_ranks
 from tests.helpers.model import (
@@ -29,41 +29,48 @@ def subgroups() -> list:
     return [torch.distributed.new_subgroups(size)[0] for size in (1, 2)]
 
 
+def evaluate(model, groups, group, sample, packed, where):
+    """Logits of this rank on `group`, which the model gets to know in every way that there is."""
+    part = cut(sample, model.config, group, packed)
+    hosts = PackedSeqParams(
+        qkv_format="thd" if packed else "sbhd",
+        cu_seqlens_q=part.params.cu_seqlens_q,
+        cp_group=group,
+        local_cp_size=group.size(),
+    )
+    part.params.cp_group = group
+    logits = {}
+    with torch.no_grad():
+        for name, params in {"ours": part.params, "host's": hosts}.items():
+            logits[name] = model(part.tokens, part.position_ids, None, packed_seq_params=params)
+    built_for, groups.cp = groups.cp, group  # in the collection that all modules hold
+    logits["rebound"] = logits_of(model, group, sample, packed)
+    groups.cp = built_for
+    for name, other in logits.items():
+        assert_close(f"{where} {name}", other, logits["ours"], EXACT)
+    return logits["ours"]
+
+
 def check_evaluation(rank, world_size, mode):
     with make_groups(cp=world_size) as groups:
-        whole_group, others = groups.cp, subgroups()
         for layout, packing in (("zigzag", PACKED), ("contiguous", DENSE)):
             model = make_model(groups, mode, cp_layout=layout, **MTP)
-            sample, packed = make_samples(packing)[0], packing == PACKED
-            first = logits_of(model, whole_group, sample, packed)
-            borders = torch.tensor(PACKINGS[packing].borders)
-            hosts = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
-            alone = None
-            for group in others:
-                part = cut(sample, model.config, group, packed)
-                part.params.cp_group = group
-                with torch.no_grad():
-                    told = model(part.tokens, part.position_ids, None, packed_seq_params=part.params)
-                groups.cp = group  # the other way: the collection that all modules hold
-                rebound = logits_of(model, group, sample, packed)
-                groups.cp = whole_group
-                assert_close("told or rebound", rebound, told, EXACT)
-                if packed:
-                    hosts.cp_group, hosts.local_cp_size = group, group.size()
-                    with torch.no_grad():
-                        by_host = model(part.tokens, part.position_ids, None, packed_seq_params=hosts)
-                    assert_close("host's parameters", by_host, told, EXACT)
-                alone = told if alone is None else alone
-                want = local_part(alone, layout, group.size(), group.rank(), 1)
-                assert_close(f"{mode} {layout} on {group.size()}", told, want, FP32_SHARDED)
-            want = local_part(alone, layout, world_size, rank, 1)
-            assert_close(f"{mode} {layout} on all", first, want, FP32_SHARDED)
-            assert_close("restored", logits_of(model, whole_group, sample, packed), first, EXACT)
+            samples, packed = make_samples(packing), packing == PACKED
+            first = logits_of(model, groups.cp, samples[0], packed)
+            solo, pair = subgroups()
+            whole = [evaluate(model, groups, solo, sample, packed, "one rank") for sample in samples]
+            for group in (pair, groups.cp):
+                where = f"{mode} {layout} on {group.size()}"
+                number = rank // group.size()  # other groups, other samples
+                got = evaluate(model, groups, group, samples[number], packed, where)
+                want = local_part(whole[number], layout, group.size(), group.rank(), 1)
+                assert_close(where, got, want, FP32_SHARDED)
+            assert_close("before and after", got, first, EXACT)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_on_other_groups(mode):
-    """Built for 4 ranks, run on 1, on 2 and on 4 again: the same logits, the last bit for bit."""
+    """Built for 4 ranks, run on 1, on 2 and on 4 again: the same logits, on 4 bit for bit."""
     run_ranks(check_evaluation, 4, mode)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -51,8 +51,6 @@ class Shard(NamedTuple):
     """Where the part lies in it."""
     data: Tensor
     """The part, a view of the parameter or of its gradient."""
-    is_main: bool
-    """Whether the other ranks' copies of this part say that they are copies."""
 
 
 def small_fields(groups) -> dict:
@@ -226,7 +224,7 @@ def _shard(entry: ShardedTensor) -> Shard:
     data = entry.data.detach().view(entry.prepend_axis_num * (1,) + entry.local_shape)
     sizes = zip(entry.global_offset, data.shape, strict=True)
     place = tuple(slice(start, start + size) for start, size in sizes)
-    return Shard(entry.key, entry.global_shape, place, data, is_main_replica(entry.replica_id))
+    return Shard(entry.key, entry.global_shape, place, data)
 
 
 def whole_tensors(model, grads: bool = False) -> dict[str, Tensor]:
@@ -238,27 +236,35 @@ def whole_tensors(model, grads: bool = False) -> dict[str, Tensor]:
 
 
 def check_grads(where: str, model, want: dict[str, Tensor]) -> None:
-    """Compare this rank's gradients with the whole ones, and per-tensor and global norms over all ranks.
+    """Compare this rank's gradients with the whole ones, and all norms over the ranks.
 
-    The global norm is the one by which the host's optimizer clips; it counts each shard once if every
-    parameter says truly which ranks hold copies of it.
+    The norms are those by which the host's optimizer clips: of every tensor it must count each element once,
+    which it does if every parameter says truly which ranks hold copies or other parts of it.
     """
-    squares = dict.fromkeys(want, 0.0)
-    elements = dict.fromkeys(want, 0)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+    optimizer.prepare_grads()
+    counted = [each.get_grads_for_grad_norm() for each in optimizer.chained_optimizers]
+    sums = torch.zeros(len(counted), 2, len(want), dtype=torch.float64)  # squares and elements
+    numbers = {key: number for number, key in enumerate(want)}
     for shard in shards(model, grads=True):
         whole = want[shard.key].clone()
         whole[shard.place] = shard.data
         assert_close(f"{where} d {shard.key} {shard.place}", whole, want[shard.key], FP32_SHARDED)
-        if shard.is_main:
-            squares[shard.key] += shard.data.double().square().sum().item()
-            elements[shard.key] += shard.data.numel()
-    sums = torch.tensor([list(squares.values()), list(elements.values())], dtype=torch.float64)
-    torch.distributed.all_reduce(sums)
-    for key, square, count in zip(want, *sums.tolist(), strict=True):
-        assert count == want[key].numel(), f"{where} {key}: {count} elements on all ranks"
-        assert_close(f"{where} norm of d {key}", torch.tensor(square).sqrt(), want[key].norm(), FP32_SHARDED)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
-    optimizer.prepare_grads()
-    norm = torch.as_tensor(optimizer.get_grad_norm(), dtype=torch.float32).view(())
+        for grads, (squares, elements) in zip(counted, sums, strict=True):
+            if any(_is_part(shard.data, grad) for grad in grads):
+                squares[numbers[shard.key]] += shard.data.double().square().sum()
+                elements[numbers[shard.key]] += shard.data.numel()
+    for each, part in zip(optimizer.chained_optimizers, sums, strict=True):
+        torch.distributed.all_reduce(part, group=each.get_grad_stats_parallel_group())
+    squares, elements = sums.sum(0)
+    for key, square, count in zip(want, squares, elements, strict=True):
+        assert count == want[key].numel(), f"{where}: the norm counts {int(count)} elements of {key}"
+        assert_close(f"{where} norm of d {key}", square.sqrt(), want[key].double().norm(), FP32_SHARDED)
+    norm = torch.tensor(optimizer.get_grad_norm(), dtype=torch.float64)
+    assert_close(f"{where} norm of all", norm, squares.sum().sqrt(), FP32_SHARDED)
     optimizer.zero_grad()  # it made the buffers the parameters' own grad, which the next backward adds to
-    assert_close(f"{where} norm of all", norm, sums[0].sum().sqrt().float(), FP32_SHARDED)
+
+
+def _is_part(part: Tensor, whole: Tensor) -> bool:
+    """Whether one tensor is a view of memory that belongs to the other."""
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
