@@ -40,7 +40,7 @@ from tests.helpers.model import (
 )
 
 FLOAT32 = ("A_log", "dt_bias", "out_norm.weight")
-MIXED = {"moe_layer_freq": [1, 0, 0, 1]}
+MIXED = {"num_layers": 3, "linear_attention_freq": [1, 0, 1], "moe_layer_freq": [1, 0, 0]}
 
 
 class NormAndLinear(ColumnParallelLinear):
@@ -84,7 +84,7 @@ def host_model(groups, dtype=torch.float32, **overrides) -> GPTModel:
     model = GPTModel(config, spec, VOCAB, 128, **place, pg_collection=groups)
     model_parallel_cuda_manual_seed(1)
     kinds = [type(layer.self_attention) for layer in model.decoder.layers]
-    assert kinds == [HostGatedDeltaNet] * 3 + [SelfAttention]
+    assert kinds[:2] == [HostGatedDeltaNet, SelfAttention]
     return model
 
 

@@ -31,6 +31,8 @@ class Case(NamedTuple):
     etp: int = 1
     mode: str = "headwise"
     packing: str = PACKED
+    per_token: bool = False
+    """As --calculate-per-token-loss."""
     overrides: dict = {}
     """Fields of the config that change how, not what, is computed."""
 
@@ -58,12 +60,12 @@ CASES = {
     "dense_tp4_no_sp": Case("dense", tp=4, overrides=PLAIN_TP, packing=DENSE),
     "dense_tp2_cp2_no_sp": Case("dense", tp=2, cp=2, overrides=PLAIN_TP | CONTIGUOUS, mode="chunkwise"),
     "mtp_tp2_cp2": Case("mtp", tp=2, cp=2, mode="chunkwise"),
-    "mtp_tp2_cp2_headwise": Case("mtp", tp=2, cp=2, packing=DENSE, overrides=CONTIGUOUS),
+    "mtp_tp2_cp2_per_token": Case("mtp", tp=2, cp=2, per_token=True, overrides=CONTIGUOUS),
 }
 
 
 @cache
-def one_rank(model: str, packing: str, per_token: bool = False):
+def one_rank(model: str, packing: str, per_token: bool):
     """Whole parameters, loss and whole gradients of the model on one rank."""
 
     def run(rank, world_size):
@@ -78,28 +80,27 @@ def one_rank(model: str, packing: str, per_token: bool = False):
     return run_ranks(run, 1)[0]
 
 
-def check(rank, world_size, case: Case, per_token: bool):
-    state, want_loss, want = one_rank(case.model, case.packing, per_token)
+def check(rank, world_size, case: Case):
+    state, want_loss, want = one_rank(case.model, case.packing, case.per_token)
     sizes = {"expert_model_parallel_size": case.ep, "expert_tensor_parallel_size": case.etp}
     with make_groups(tp=case.tp, cp=case.cp, **sizes) as groups:
-        overrides = MODELS[case.model] | case.overrides | {"calculate_per_token_loss": per_token}
+        overrides = MODELS[case.model] | case.overrides | {"calculate_per_token_loss": case.per_token}
         model = make_model(groups, case.mode, state, **overrides)
         loss = train_step(model, groups, make_samples(case.packing), case.packing == PACKED)
         assert_close("loss", loss, want_loss, FP32_SHARDED)
-        check_grads(f"{case.mode} per token {per_token}", model, want)
+        check_grads(case.mode, model, want)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_grads_of_every_parameter(name):
     """Loss, every gradient on every rank, its norm over all ranks, and the norm that clips."""
     case = CASES[name]
-    for per_token in (False, True) if "mtp" in name else (False,):
-        one_rank(case.model, case.packing, per_token)
-        run_ranks(check, case.tp * case.cp * case.dp, case, per_token)
+    one_rank(case.model, case.packing, case.per_token)
+    run_ranks(check, case.tp * case.cp * case.dp, case)
 
 
 def check_two_values(rank, world_size):
-    state, _, want = one_rank("mtp", PACKED)
+    state, _, want = one_rank("mtp", PACKED, False)
     with make_groups(cp=world_size) as groups:
         model = make_model(groups, "chunkwise", state, **MODELS["mtp"])
         train_step(model, groups, make_samples(PACKED), packed=True, two_values=True)
@@ -108,5 +109,5 @@ def check_two_values(rank, world_size):
 
 def test_grads_with_a_loss_function_of_two_values():
     """The host's older form of a loss, (loss, report), is divided otherwise; what is added to it fits."""
-    one_rank("mtp", PACKED)
+    one_rank("mtp", PACKED, False)
     run_ranks(check_two_values, 2)

@@ -25,7 +25,7 @@ LAYOUTS = {"zigzag": "p2p", "contiguous": "all_gather"}
 """And how attention exchanges keys and values, so that both ways come up."""
 STREAMS = ("one_document", "batch_of_2")
 DOCUMENTS = ("borders_off_spans", "borders_on_spans")
-MOE = {"num_moe_experts": 8, "moe_ffn_hidden_size": 64}
+MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
 
 
 def build(groups, mode, layout, state=None, **overrides):
@@ -100,9 +100,9 @@ def check_last_rank_loss(rank, world_size, mode):
                 assert_close(f"{where} d embedded", got / world_size, part, FP32_SHARDED)
             check_grads(where, model, want)
             # Only the last layer's keys and values, and all that is below, reach tokens of other ranks.
-            below = [name for name in own if name.split(".")[0] == "embedding" or "layers.3." not in name]
+            below = [name for name in own if name.split(".")[0] == "embedding" or "layers.1." not in name]
             below = [name for name in below if "final_layernorm" not in name and "output_layer" not in name]
-            assert len(below) > 30 and all(own[name].any() for name in below), where
+            assert len(below) > 10 and all(own[name].any() for name in below), where
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,7 @@
 """Auxiliary losses of routers weigh the same on any number of ranks, however the loss is divided."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from tests.helpers.distributed import make_groups, run_ranks
 from tests.helpers.model import check_grads, make_model, make_samples, train_step, whole_tensors
 
 PACKED, DENSE = "borders_off_spans", "batch_of_2"
-TWO_LAYERS = {"num_layers": 2, "linear_attention_freq": [1, 0]}
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
 LOSSES = {
     kind: {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 1.0}
@@ -21,7 +21,7 @@ LOSSES = {
 
 def step(groups, packing, per_token, state, all_count=False, **overrides):
     """The model after a step, and its loss."""
-    options = TWO_LAYERS | overrides | {"calculate_per_token_loss": per_token}
+    options = overrides | {"calculate_per_token_loss": per_token}
     model = make_model(groups, "chunkwise", state, **options)
     samples = make_samples(packing)
     if all_count:
@@ -31,25 +31,24 @@ def step(groups, packing, per_token, state, all_count=False, **overrides):
 
 
 @cache
-def one_rank(kind: str, packing: str):
-    """Parameters, and (loss, whole gradients) without and with --calculate-per-token-loss."""
+def one_rank(packing: str):
+    """Parameters, and (loss, whole gradients) by kind of loss and by --calculate-per-token-loss."""
 
     def run(rank, world_size):
-        state, found = None, []
-        for per_token in (False, True):
-            with make_groups() as groups:
+        with make_groups() as groups:
+            state, found = whole_tensors(make_model(groups, "chunkwise")), {}
+            for kind, per_token in product(LOSSES, (False, True)):
                 model, loss = step(groups, packing, per_token, state, **LOSSES[kind])
-                state = whole_tensors(model) if state is None else state
-                found.append((loss, whole_tensors(model, grads=True)))
-        return state, found
+                found[kind, per_token] = loss, whole_tensors(model, grads=True)
+            return state, found
 
     return run_ranks(run, 1)[0]
 
 
-def check(rank, world_size, kind, packing, tp):
-    state, found = one_rank(kind, packing)
+def check(rank, world_size, packing, tp):
+    state, found = one_rank(packing)
     with make_groups(tp=tp, cp=world_size // tp) as groups:
-        for per_token, (want_loss, want) in zip((False, True), found, strict=True):
+        for (kind, per_token), (want_loss, want) in found.items():
             where = f"{kind} per token {per_token}"
             model, loss = step(groups, packing, per_token, state, **LOSSES[kind])
             assert_close(f"{where} loss", loss, want_loss, FP32_SHARDED)
@@ -57,11 +56,10 @@ def check(rank, world_size, kind, packing, tp):
 
 
 @pytest.mark.parametrize(("ranks", "tp", "packing"), [(2, 1, PACKED), (4, 1, DENSE), (2, 2, DENSE)])
-@pytest.mark.parametrize("kind", LOSSES)
-def test_auxiliary_loss_on_several_ranks(kind, ranks, tp, packing):
+def test_auxiliary_losses_on_several_ranks(ranks, tp, packing):
     """Every gradient on 2 and 4 context-parallel ranks, and with sequence parallelism, is one rank's."""
-    one_rank(kind, packing)
-    run_ranks(check, ranks, kind, packing, tp)
+    one_rank(packing)
+    run_ranks(check, ranks, packing, tp)
 
 
 def check_share(rank, world_size):
@@ -73,7 +71,7 @@ def check_share(rank, world_size):
             model, _ = step(groups, DENSE, per_token, state, all_count=True, **overrides)
             return whole_tensors(model, grads=True)[router]
 
-        state = whole_tensors(make_model(groups, "chunkwise", **TWO_LAYERS))
+        state = whole_tensors(make_model(groups, "chunkwise"))
         without = grad(False, **NO_LOSS)
         found = {}
         for kind, overrides in LOSSES.items():

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import import_module
 from torch import Tensor
 
+import pretrain_qwen35
 from megatron_gdn.config import Qwen35Config
 from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
@@ -54,9 +55,12 @@ class Shard(NamedTuple):
 
 
 def small_fields(groups) -> dict:
-    """Fields of a `TransformerConfig` that make the debug size small and fit these groups."""
+    """Fields of a `TransformerConfig` that fit these groups and leave one layer of each kind."""
     return {
+        "num_layers": 2,
+        "linear_attention_freq": [1, 0],
         "hidden_size": 64,
+        "num_moe_experts": 4,
         "tensor_model_parallel_size": groups.tp.size(),
         "context_parallel_size": groups.cp.size(),
         "expert_model_parallel_size": groups.ep.size(),
@@ -169,8 +173,6 @@ def train_step(
     Returns:
         Mean loss over all labels.
     """
-    import pretrain_qwen35
-
     config = model.config
     per_token = config.calculate_per_token_loss
     pretrain_qwen35.get_args = lambda: SimpleNamespace(calculate_per_token_loss=per_token)
