@@ -91,7 +91,13 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         attention_mask: Tensor | None = None,
         inference_context=None,
         packed_seq_params: PackedSeqParams | None = None,
-        **_unused_by_a_recurrence,
+        *,
+        rotary_pos_emb=None,
+        rotary_pos_cos=None,
+        rotary_pos_sin=None,
+        rotary_pos_cos_sin=None,
+        attention_bias: Tensor | None = None,
+        sequence_len_offset: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on this rank's tokens.
 
@@ -102,6 +108,12 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
             inference_context: must be None.
             packed_seq_params: the microbatch's `StreamParams`, the host's class, or None when dense. Its
                 `cp_group`, if there is one, takes the place of the model's CP group.
+            rotary_pos_emb: as all below, handed to every mixer by the host; a recurrence has no use for it.
+            rotary_pos_cos: likewise.
+            rotary_pos_sin: likewise.
+            rotary_pos_cos_sin: likewise.
+            attention_bias: likewise.
+            sequence_len_offset: likewise.
 
         Returns:
             (output of the same shape, bias of out_proj or None).

@@ -96,21 +96,23 @@ def check_refusals(rank, world_size):
     """What each rank says, and the collectives that it had called by then."""
     with make_groups(cp=2) as groups:
         (sample, _), (solo, _) = make_samples(PACKED), subgroups()
-        # no embedding by tensor parallelism and no experts: nothing but CP could communicate
         model = make_model(groups, "headwise", linear_num_value_heads=2, **DENSE_MODEL)
         all_ranks = torch.distributed.group.WORLD
 
-        def params(cut_for, told):
+        def part_for(cut_for, told):
             part = cut(sample, model.config, cut_for, packed=True)
             part.params.cp_group = told
             return part
 
         said = []
-        for part in (params(solo, None), params(groups.cp, solo), params(all_ranks, all_ranks)):
+        for part in (part_for(solo, None), part_for(groups.cp, solo), part_for(all_ranks, all_ranks)):
             with count_collectives() as log, pytest.raises(ValueError) as error:
                 model(part.tokens, part.position_ids, None, packed_seq_params=part.params)
             assert not log
             said.append(str(error.value))
+        layer = model.module.decoder.layers[0].self_attention
+        with pytest.raises(TypeError, match="pg_collection"):  # not swallowed, as by a layer that takes all
+            layer(torch.zeros(64, 1, 64), pg_collection=groups)
         with pytest.raises(ValueError) as error:
             cp_group_of(StreamParams(qkv_format="thd", local_cp_size=1), groups.cp)
         return [*said, str(error.value)]
