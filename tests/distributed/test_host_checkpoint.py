@@ -41,6 +41,9 @@ from tests.helpers.model import (
 
 FLOAT32 = ("A_log", "dt_bias", "out_norm.weight")
 MIXED = {"num_layers": 3, "linear_attention_freq": [1, 0, 1], "moe_layer_freq": [1, 0, 0]}
+HOST_FIELDS = {
+    name: value for name, value in SIZES["debug"].fields.items() if not name.startswith("rotary_")
+} | {"gated_linear_unit": True, "activation_func": nn.functional.silu}
 
 
 class NormAndLinear(ColumnParallelLinear):
@@ -76,7 +79,7 @@ class Backend(LocalSpecProvider):
 def host_model(groups, dtype=torch.float32, **overrides) -> GPTModel:
     """The host's model, as `--experimental-attention-variant gated_delta_net` builds it."""
     fields = small_fields(groups) | {"params_dtype": dtype, "transformer_impl": "transformer_engine"}
-    config = TransformerConfig(**SIZES_OF_HOST | fields | overrides)
+    config = TransformerConfig(**HOST_FIELDS | fields | overrides)
     host_specs._get_backend_spec_provider = lambda config: Backend()
     host_layer_specs.TESpecProvider = Backend
     spec = host_specs.get_transformer_block_with_experimental_attention_variant_spec(config)
@@ -86,11 +89,6 @@ def host_model(groups, dtype=torch.float32, **overrides) -> GPTModel:
     kinds = [type(layer.self_attention) for layer in model.decoder.layers]
     assert kinds[:2] == [HostGatedDeltaNet, SelfAttention]
     return model
-
-
-SIZES_OF_HOST = {
-    name: value for name, value in SIZES["debug"].fields.items() if not name.startswith("rotary_")
-} | {"gated_linear_unit": True, "activation_func": nn.functional.silu}
 
 
 def save(model, folder: Path) -> None:
@@ -111,25 +109,28 @@ def state_of(model) -> dict:
 
 
 def parts_of(model):
-    """(key, place, copy) of all that this rank holds."""
-    return [(shard.key, shard.place, shard.data.clone()) for shard in shards(model)]
+    """A copy of all that this rank holds, by key and place in the whole tensor."""
+    return {(shard.key, shard.place): shard.data.clone() for shard in shards(model)}
 
 
 def save_hosts(rank, world_size, folder, dtype):
     with make_groups(tp=world_size) as groups:
         model = host_model(groups, dtype, **MIXED)
         randomize(model)
+        for parameter in model.parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                parameter.data *= 1 + rank  # else every rank's random part is the same
         save(model, folder)
         return parts_of(model)
 
 
 def load_hosts(rank, world_size, folder, dtype, back):
-    """Our parameters after loading, whole; saved again at `back`."""
-    with make_groups() as groups:
+    """Our parts of a host's checkpoint; saved again at `back`."""
+    with make_groups(tp=world_size) as groups:
         model = make_model(groups, "chunkwise", params_dtype=dtype, **MIXED).module
         load(model, folder)
         save(model, back)
-        return whole_tensors(model)
+        return whole_tensors(model) if world_size == 1 else parts_of(model)
 
 
 def load_ours(rank, world_size, folder, dtype):
@@ -141,18 +142,25 @@ def load_ours(rank, world_size, folder, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checkpoint_of_the_host_loads_and_goes_back(tmp_path, dtype):
-    """From the host on 2 tensor-parallel ranks to ours on one and back: same keys, shapes and bits."""
-    saved = run_ranks(save_hosts, 2, tmp_path / "host", dtype)
-    ours = run_ranks(load_hosts, 1, tmp_path / "host", dtype, tmp_path / "ours")[0]
-    seen = {key: torch.zeros(whole.shape, dtype=torch.bool) for key, whole in ours.items()}
-    for key, place, data in sum(saved, []):
-        assert torch.equal(ours[key][place], data.to(ours[key].dtype)), key
+    """From the host on 2 tensor-parallel ranks to ours on 2 and 1, and back: same keys, places and bits."""
+    hosts = tmp_path / "host"
+    saved = run_ranks(save_hosts, 2, hosts, dtype)
+    whole = run_ranks(load_hosts, 1, hosts, dtype, tmp_path / "one")[0]
+    seen = {key: torch.zeros(tensor.shape, dtype=torch.bool) for key, tensor in whole.items()}
+    for (key, place), data in [*saved[0].items(), *saved[1].items()]:
+        assert torch.equal(whole[key][place], data.to(whole[key].dtype)), key
         seen[key][place] = True
     assert all(places.all() for places in seen.values())
-    assert {whole.dtype for key, whole in ours.items() if key.endswith(FLOAT32)} == {torch.float32}
-    again = run_ranks(load_ours, 2, tmp_path / "ours", dtype)
-    for (key, place, before), (_, _, after) in zip(sum(saved, []), sum(again, []), strict=True):
-        assert before.dtype == after.dtype and torch.equal(before, after), (key, place)
+    assert {tensor.dtype for key, tensor in whole.items() if key.endswith(FLOAT32)} == {torch.float32}
+
+    ours = run_ranks(load_hosts, 2, hosts, dtype, tmp_path / "two")
+    back = [run_ranks(load_ours, 2, tmp_path / folder, dtype) for folder in ("one", "two")]
+    for rank, want in enumerate(saved):
+        for got in (ours[rank], back[0][rank], back[1][rank]):
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[part], want[part].to(got[part].dtype)) for part in want), rank
+        for part, want_data in want.items():
+            assert back[0][rank][part].dtype == back[1][rank][part].dtype == want_data.dtype
 
 
 def compute_both(rank, world_size, folder):
