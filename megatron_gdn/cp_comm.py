@@ -15,6 +15,26 @@ from megatron_gdn import cp_layout
 from megatron_gdn.stream import StreamPlan
 
 
+class Arrival:
+    """A result that is on its way while other work goes on."""
+
+    def __init__(self, out: Tensor, source: Tensor, work: dist.Work):
+        """Hold what the collective reads and writes until it is done.
+
+        Args:
+            out: where the result will be.
+            source: what is sent.
+            work: the collective.
+        """
+        self._out, self._source, self._work = out, source, work
+
+    def wait(self) -> Tensor:
+        """The result, for use on the current stream from here on."""
+        self._work.wait()
+        self._source = None
+        return self._out
+
+
 class _AllToAll(torch.autograd.Function):
     """`all_to_all_single` along dim 0; its gradient is the same exchange the other way round."""
 
@@ -37,13 +57,11 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
+        return start_all_gather(x, group).wait()
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.group), None
+        return start_reduce_scatter(grad, ctx.group).wait(), None
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, send_splits: list[int], recv_splits: list[int]) -> Tensor:
@@ -71,18 +89,26 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllGather.apply(x, group)
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of the sum of every rank's `x`, cut along dim 0 in rank order.
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Arrival:
+    """Begin to stack every rank's `x` along dim 0 in rank order.
+
+    Communication: one all-gather; no gradient (callers write their own backward).
+    """
+    source, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    return Arrival(out, source, dist.all_gather_into_tensor(out, source, group=group, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Arrival:
+    """Begin to sum every rank's `x` and take this rank's share, cut along dim 0 in rank order.
 
     Communication: one reduce-scatter; no gradient (callers write their own backward).
     """
-    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-    return out
+    source, out = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    return Arrival(out, source, dist.reduce_scatter_tensor(out, source, group=group, async_op=True))
 
 
-def ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Tensor:
-    """Give `x` to the rank `steps` after this one and take that of the rank `steps` before.
+def start_ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Arrival:
+    """Begin to give `x` to the rank `steps` after this one and take that of the rank `steps` before.
 
     Written as an all-to-all with one non-empty split, since gloo has no send/recv for CUDA tensors.
 
@@ -91,9 +117,9 @@ def ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Tensor:
     size, rank = group.size(), group.rank()
     send, recv = [0] * size, [0] * size
     send[(rank + steps) % size] = recv[(rank - steps) % size] = x.shape[0]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), recv, send, group=group)
-    return out
+    source, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = dist.all_to_all_single(out, source, recv, send, group=group, async_op=True)
+    return Arrival(out, source, work)
 
 
 def cp2hp(x_sBC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:

@@ -54,6 +54,16 @@ class Rows:
         """Whether every row is one document from its first token on."""
         return all(len(b) == 2 for b in self.borders) and not any(self.first_positions)
 
+    @property
+    def cut(self) -> bool:
+        """Whether a document begins inside some row."""
+        return any(len(b) > 2 for b in self.borders)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Tokens of the longest piece of a document in the rows."""
+        return max(b - a for borders in self.borders for a, b in pairwise(borders))
+
     @cached_property
     def positions(self) -> Tensor:
         """Position of every token in its document, [R, row_len], int64."""

@@ -60,6 +60,11 @@ class StreamPlan:
         return Rows.from_ranges(self.cu_seqlens, self.ranges, self.batch, self.device)
 
     @cached_property
+    def span_rows(self) -> tuple[Rows, ...]:
+        """`local_rows` span by span."""
+        return tuple(Rows.from_ranges(self.cu_seqlens, (r,), self.batch, self.device) for r in self.ranges)
+
+    @cached_property
     def stream_rows(self) -> Rows:
         """The whole stream as B rows of S tokens."""
         return Rows.from_ranges(self.cu_seqlens, ((0, self.seq_len),), self.batch, self.device)

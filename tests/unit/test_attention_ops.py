@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops import attention as ops
+from megatron_gdn.ops import attention_cudnn, attention_cudnn_packed, attention_torch
 from megatron_gdn.rows import Rows
 from tests.helpers.cases import FP32_TRUTH, FP64_TRUTH, PACKINGS, Packing
 from tests.helpers.compare import assert_close
@@ -58,15 +59,17 @@ def test_attention_skips_keys_of_other_documents(monkeypatch):
     """Many short documents are not paid for as one long one: a tile reads the keys it can reach."""
     packing = Packing(2048, tuple(range(0, 2049, 8)))
     products = []
-    plain = ops._scores
+    plain = attention_torch._scores
 
     def counted(q, k, *rest):
         products.append(q.shape[2] * k.shape[2])
         return plain(q, k, *rest)
 
-    monkeypatch.setattr(ops, "_scores", counted)
+    monkeypatch.setattr(attention_torch, "_scores", counted)
     _run(*_inputs(packing, (1, 1, 8)), packing)
-    assert sum(products) == 2 * 2048 * ops.TILE  # forward and backward; the whole square is 2048 * 2048 each
+    assert (
+        sum(products) == 2 * 2048 * attention_torch.TILE
+    )  # forward and backward; the whole square is 2048 * 2048 each
 
 
 def test_attention_bf16_accumulates_in_fp32():
@@ -172,12 +175,12 @@ def test_flash_blocks_match_torch_blocks(batch):
         kv = torch.stack([k_part.transpose(0, 1), v_part.transpose(0, 1)], dim=1)
         k_view, v_view = kv.permute(1, 2, 0, 3, 4)
         o, lse = ops.forward(q_part, k_view, v_view, SCALE, borders)
-        o_want, lse_want = ops._torch_forward(q_part, k_part, v_part, SCALE, borders)
+        o_want, lse_want = attention_torch.forward(q_part, k_part, v_part, SCALE, borders)
         assert_close(f"{name} o", o.float(), o_want, FLASH)
         assert_close(f"{name} lse", lse, lse_want, FP32_TRUTH)
         do_part = do[:, : q_part.shape[1]]
         got = ops.backward(do_part, q_part, k_view, v_view, o_want.to(dtype), lse_want, SCALE, borders)
-        want = ops._torch_backward(
+        want = attention_torch.backward(
             do_part, q_part, k_part, v_part, o_want.to(dtype), lse_want, SCALE, borders
         )
         for part, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):

@@ -11,12 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_gdn"
 
+ATTENTION_KERNELS = ("torch", "flash", "cudnn", "cudnn_packed", "merge")
+
 # What the lower modules may import of ours, and what the layers may not. "a.*" stands for all in package a.
 ALLOWED = {
     "cp_layout": set(),
     "rows": {"cp_layout"},
     "stream": {"cp_layout", "rows"},
     "cp_comm": {"cp_layout", "rows", "stream"},
+    "ops.attention": {"cp_layout", "rows"} | {f"ops.attention_{kernel}" for kernel in ATTENTION_KERNELS},
     "ops.*": {"cp_layout", "rows"},
 }
 _ABOVE_LAYERS = {"layer_specs", "checkpoint", "checkpoint.*", "planner", "prepare_data", "cpu", "__main__"}
@@ -24,7 +27,7 @@ DENIED = {
     "gated_delta_net": _ABOVE_LAYERS | {"attention"},
     "attention": _ABOVE_LAYERS | {"gated_delta_net"},
 }
-KERNELS = ("fla", "flash_qla", "tilelang", "triton")
+KERNELS = ("fla", "flash_qla", "tilelang", "triton", "cudnn")
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
 TRAINING = ("megatron.training",)
 TRAINING_MODULES = {"cpu"}  # it adapts the host to a machine without a GPU
