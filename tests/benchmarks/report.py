@@ -32,6 +32,23 @@ def provenance(command: str, *packages: str) -> list[str]:
     ]
 
 
+def gpu() -> str:
+    """Line that names the GPU and what its kernels come from."""
+    import torch
+    import triton
+
+    packages = {
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "Triton": triton.__version__,
+    }
+    try:
+        packages["nvidia-cudnn-frontend"] = importlib.metadata.version("nvidia-cudnn-frontend")
+    except importlib.metadata.PackageNotFoundError:
+        packages["nvidia-cudnn-frontend"] = "not installed"
+    return f"- {torch.cuda.get_device_name()}; {', '.join(f'{k} {v}' for k, v in packages.items())}"
+
+
 def commit() -> str:
     """The commit of the working tree, marked if it has changes."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]

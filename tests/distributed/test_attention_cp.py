@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_gdn import cpu
+from megatron_gdn import attention_cp, cpu
 from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention
 from megatron_gdn.config import Qwen35Config
+from megatron_gdn.cp_layout import local_ranges
 from megatron_gdn.layer_specs import LocalBackend, _attention_spec
 from megatron_gdn.stream import StreamParams, StreamPlan
 from tests.helpers.cases import BF16_FACTOR, EXACT, FP32_TRUTH, PACKINGS
@@ -154,6 +155,43 @@ def test_core_attention_bf16_adds_no_rounding(cp):
     for packing in packings:
         core_truth(packing)
     run_ranks(check_core_bf16, cp, packings)
+
+
+def test_core_attention_in_many_rectangles(monkeypatch):
+    """Long runs of keys are cut, which changes nothing but rounding."""
+    monkeypatch.setattr(attention_cp, "KEYS_AT_ONCE", 24)
+    for packing in PACKINGS:
+        core_truth(packing)
+    run_ranks(check_core, 4)
+
+
+@pytest.mark.parametrize("packing", ("one_document", "borders_off_spans", "several_chunks", "many_short"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rectangles_cover_what_each_span_needs(layout, packing, monkeypatch):
+    """Every query of every rank meets every earlier key of its document once, however keys come."""
+    keys_at_once, case = 40, PACKINGS[packing]
+    monkeypatch.setattr(attention_cp, "KEYS_AT_ONCE", keys_at_once)
+    position = case.positions[0].tolist()
+    for rank in range(4):
+        plan = StreamPlan(layout, 4, rank, case.seq_len, 1, case.borders, CPU)
+        owners = [local_ranges(layout, 4, owner, case.seq_len) for owner in range(4)]
+        for buffers in ([((0, case.seq_len),)], owners):
+            met = torch.zeros(case.seq_len, case.seq_len, dtype=torch.int)
+            for ranges in buffers:
+                places = torch.cat([torch.arange(a, b) for a, b in ranges])
+                for span, length, keys, recurs in attention_cp.rectangles(plan, ranges):
+                    start, num_keys = plan.ranges[span][0], keys.stop - keys.start
+                    assert 0 < num_keys <= keys_at_once
+                    whole = num_keys == keys_at_once or num_keys % plan.span_len == 0
+                    assert recurs == (length == plan.span_len and whole)
+                    met[start : start + length, places[keys]] += 1
+            for start, end in plan.ranges:  # the square
+                for query in range(start, end):
+                    met[query, max(start, query - position[query]) : query + 1] += 1
+            want = torch.zeros_like(met)
+            for query in torch.cat([torch.arange(a, b) for a, b in plan.ranges]).tolist():
+                want[query, query - position[query] : query + 1] = 1
+            assert torch.equal(met, want)
 
 
 # What is sent.

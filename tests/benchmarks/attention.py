@@ -1,0 +1,237 @@
+"""How fast is one rank's share of attention, beside FlashAttention-2 and beside cuDNN without CP?
+
+python -m tests.benchmarks.attention      from the root of the repository, on a GPU
+
+One process on one GPU
+One process on one GPU does the work of one context-parallel rank, all merges and sums included; what
+comes from other ranks is a copy of its own, made on the GPU, so the network is not part of it. Exit status 1
+if a result differs from FlashAttention-2's.
+"""
+
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron_gdn import cp_comm
+from megatron_gdn.attention_cp import context_parallel_attention
+from megatron_gdn.ops import attention, attention_cudnn
+from megatron_gdn.stream import StreamPlan
+from tests.benchmarks.report import RESULTS, gpu, provenance, table
+
+HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
+SCALE = HEAD_DIM**-0.5
+LOCAL = 32768
+"""Tokens of one rank."""
+CP = 4
+REPEATS = 5
+GPU = torch.device("cuda", 0)
+
+
+def borders_of(lengths: Iterator[int], seq_len: int) -> tuple[int, ...]:
+    """Document borders of a stream filled with documents of these lengths."""
+    borders = [0]
+    while borders[-1] < seq_len:
+        borders.append(min(seq_len, borders[-1] + next(lengths)))
+    return tuple(borders)
+
+
+def repeated(first: int, then: int) -> Iterator[int]:
+    yield first
+    while True:
+        yield then
+
+
+def log_uniform(low: int, high: int) -> Iterator[int]:
+    source = random.Random(1)
+    while True:
+        yield int(low * (high / low) ** source.random())
+
+
+DOCUMENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "one document": lambda length: (0, length),
+    "documents of 8,192": lambda length: borders_of(repeated(5000, 8192), length),
+    "documents of 4,096": lambda length: borders_of(repeated(3000, 4096), length),
+    "documents of 1,024": lambda length: borders_of(repeated(600, 1024), length),
+    "256 to 32,768, log-uniform": lambda length: borders_of(log_uniform(256, 32768), length),
+    "one of 100,000, then of 1,000": lambda length: borders_of(repeated(100_000, 1000), length),
+}
+"""Borders of a stream of so many tokens, by name. None is on a span's border."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's share of a stream."""
+
+    documents: str
+    cp_size: int = CP
+    cp_rank: int = 1
+    exchange: str = "p2p"
+
+    @property
+    def plan(self) -> StreamPlan:
+        length = LOCAL * self.cp_size
+        return StreamPlan(
+            "zigzag", self.cp_size, self.cp_rank, length, 1, DOCUMENTS[self.documents](length), GPU
+        )
+
+    def __str__(self) -> str:
+        share = f"CP {self.cp_size} rank {self.cp_rank}, {self.exchange}" if self.cp_size > 1 else "CP 1"
+        return f"{share}: {self.documents}"
+
+
+CASES = [
+    Case("one document", 1, 0),
+    *(Case("one document", CP, rank, exchange) for exchange in ("p2p", "all_gather") for rank in (0, 3)),
+    *(Case(documents, 1, 0) for documents in list(DOCUMENTS)[1:5]),
+    *(Case(documents) for documents in list(DOCUMENTS)[1:]),
+    *(Case(documents, exchange="all_gather") for documents in list(DOCUMENTS)[4:]),
+]
+
+
+class Copied:
+    """Stands for what arrives from another rank: a copy of what this rank would send."""
+
+    def __init__(self, x: Tensor):
+        self.wait = x.clone
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Exchanges that only copy on this GPU."""
+    with (
+        mock.patch.object(cp_comm, "start_ring_shift", lambda x, group, steps: Copied(x)),
+        mock.patch.object(cp_comm, "start_all_gather", lambda x, group: Copied(torch.cat([x] * CP))),
+        mock.patch.object(cp_comm, "start_reduce_scatter", lambda x, group: Copied(x[: len(x) // CP])),
+    ):
+        yield
+
+
+def attend(case: Case, plan: StreamPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[s, 1, H, D], as the layer calls it."""
+    if case.cp_size > 1:
+        return context_parallel_attention(q, k, v, plan, SCALE, None, case.exchange)
+    rows = (x.transpose(0, 1) for x in (q, k, v))
+    return attention.attention(*rows, SCALE, plan.stream_rows).transpose(0, 1)
+
+
+def median_ms(work: Callable[[], object]) -> float:
+    """Median of REPEATS runs after one to warm up."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one case and one set of kernels."""
+
+    forward: float
+    """ms."""
+    both: float
+    """Forward and backward, ms."""
+    rate: float
+    """TFLOP/s, forward and backward."""
+    peak: float
+    """MiB that the work needs at its fullest, beside its inputs."""
+    results: tuple[Tensor, ...]
+
+
+def measure(case: Case) -> Measured:
+    """Time a case and keep its results."""
+    plan = case.plan
+    torch.manual_seed(1234)
+    shapes = ((LOCAL, 1, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    *leaves, do = (torch.randn(shape, device=GPU).bfloat16() for shape in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def both():
+        o = attend(case, plan, *leaves)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    results = both()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    with torch.no_grad():
+        forward_ms = median_ms(lambda: attend(case, plan, *leaves))
+    both_ms = median_ms(both)
+    pairs = int((plan.local_positions + 1).sum())
+    operations = 14 * pairs * HEADS * HEAD_DIM  # 2 products forward, 5 backward, 2 operations each
+    return Measured(forward_ms, both_ms, operations / both_ms / 1e9, peak, results)
+
+
+def matmul_rate() -> float:
+    """TFLOP/s of a bf16 product of 8192^3: the ceiling."""
+    a, b = (torch.randn(8192, 8192, device=GPU).bfloat16() for _ in range(2))
+    return 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9
+
+
+def differ(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
+    """Largest relative difference of o, dq, dk, dv."""
+    pairs = ((a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def main() -> int:
+    """Measure, print and write the table."""
+    ceiling, rows, worst, bar = matmul_rate(), [], 0.0, None
+    with no_network():
+        for case in CASES:
+            ours = measure(case)
+            with mock.patch.object(attention_cudnn, "takes", lambda *kind: False):
+                theirs = measure(case)
+            bar = bar or ours.rate
+            difference = differ(ours.results, theirs.results)
+            worst = max(worst, difference)
+            rows.append(
+                [
+                    case,
+                    f"{ours.forward:.2f}",
+                    f"{ours.both:.2f}",
+                    f"{ours.rate:.0f}",
+                    f"{theirs.rate:.0f}",
+                    f"{ours.rate / theirs.rate:.2f}",
+                    f"{ours.rate / bar:.2f}",
+                    f"{ours.rate / ceiling:.2f}",
+                    f"{ours.peak:,.0f}",
+                    f"{difference:.0e}",
+                ]
+            )
+            print(*rows[-1], sep=" | ", flush=True)
+    head = ["rank's share: documents", "fwd, ms", "fwd+bwd, ms", "TFLOP/s", "FlashAttention-2", "over it"]
+    head += ["over cuDNN at CP 1", "of matmul", "memory, MiB", "difference"]
+    text = [
+        "# One rank's share of attention",
+        "",
+        f"{LOCAL:,} tokens of a rank, zigzag; {HEADS} query and {KV_HEADS} key/value heads of {HEAD_DIM}, "
+        f"bf16; median of {REPEATS}. Operations are those of the pairs of tokens that see each other, "
+        "7 products per pair forward and backward. FlashAttention-2: the same blocks with torch's kernel. "
+        f"The matrix product of 8192^3 runs at {ceiling:.0f} TFLOP/s. Memory: the most that forward and "
+        "backward hold beside their inputs. Difference: relative, of o, dq, dk and dv, whichever is largest.",
+        "",
+        *provenance("python -m tests.benchmarks.attention"),
+        gpu(),
+        "",
+    ]
+    (RESULTS / "attention.md").write_text("\n".join(text) + "\n" + table(head, rows))
+    print("\n".join(text) + "\n" + table(head, rows))
+    return int(worst > 1e-2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
