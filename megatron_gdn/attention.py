@@ -98,7 +98,7 @@ class CPCoreAttention(MegatronModule):
         Raises:
             ValueError: a bias or another mask type; a microbatch cut for another layout, length or group.
 
-        Communication: none on one CP rank; else see `attention_cp.gathered` and `attention_cp.circled`.
+        Communication: none on one CP rank; else see `attention_keys.fetch_keys`.
         """
         if attn_mask_type is not None:
             _refuse("attention", ("attn_mask_type", attn_mask_type, AttnMaskType.causal))

@@ -41,9 +41,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, send_splits, recv_splits):
         ctx.group, ctx.splits = group, (send_splits, recv_splits)
-        out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), recv_splits, send_splits, group=group)
-        return out
+        return start_all_to_all(x, group, send_splits, recv_splits).wait()
 
     @staticmethod
     def backward(ctx, grad):
@@ -57,11 +55,15 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return start_all_gather(x, group).wait()
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        return start_reduce_scatter(grad, ctx.group).wait(), None
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, send_splits: list[int], recv_splits: list[int]) -> Tensor:
@@ -89,36 +91,15 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllGather.apply(x, group)
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Arrival:
-    """Begin to stack every rank's `x` along dim 0 in rank order.
+def start_all_to_all(
+    x: Tensor, group: dist.ProcessGroup, send_splits: list[int], recv_splits: list[int]
+) -> Arrival:
+    """Begin what `all_to_all` does.
 
-    Communication: one all-gather; no gradient (callers write their own backward).
+    Communication: one all-to-all; no gradient (callers write their own backward).
     """
-    source, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    return Arrival(out, source, dist.all_gather_into_tensor(out, source, group=group, async_op=True))
-
-
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Arrival:
-    """Begin to sum every rank's `x` and take this rank's share, cut along dim 0 in rank order.
-
-    Communication: one reduce-scatter; no gradient (callers write their own backward).
-    """
-    source, out = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    return Arrival(out, source, dist.reduce_scatter_tensor(out, source, group=group, async_op=True))
-
-
-def start_ring_shift(x: Tensor, group: dist.ProcessGroup, steps: int = 1) -> Arrival:
-    """Begin to give `x` to the rank `steps` after this one and take that of the rank `steps` before.
-
-    Written as an all-to-all with one non-empty split, since gloo has no send/recv for CUDA tensors.
-
-    Communication: one all-to-all that moves x once; no gradient (callers write their own backward).
-    """
-    size, rank = group.size(), group.rank()
-    send, recv = [0] * size, [0] * size
-    send[(rank + steps) % size] = recv[(rank - steps) % size] = x.shape[0]
-    source, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(out, source, recv, send, group=group, async_op=True)
+    source, out = x.contiguous(), x.new_empty((sum(recv_splits), *x.shape[1:]))
+    work = dist.all_to_all_single(out, source, recv_splits, send_splits, group=group, async_op=True)
     return Arrival(out, source, work)
 
 

@@ -114,6 +114,42 @@ def borders_in(cu_seqlens: tuple[int, ...], start: int, end: int) -> tuple[int, 
     return (start, *inner, end)
 
 
+def earlier_keys(
+    layout: CPLayout, cp_size: int, cu_seqlens: tuple[int, ...], rank: int, owner: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, end) stream positions held by `owner` that `rank`'s spans look back at.
+
+    A span looks back at what came before it of the document that lies across its start. So of each of
+    the owner's spans it is the end that is looked at, or nothing; at most one range for each.
+    """
+    seq_len = cu_seqlens[-1]
+    lookers = [start for start, _ in local_ranges(layout, cp_size, rank, seq_len)]
+    out = []
+    for start, end in local_ranges(layout, cp_size, owner, seq_len):
+        reached = (document_start(cu_seqlens, looker) for looker in lookers if looker >= end)
+        first = max(start, min(reached, default=end))
+        if first < end:
+            out.append((first, end))
+    return tuple(out)
+
+
+def turns_needed(layout: CPLayout, cp_size: int, cu_seqlens: tuple[int, ...]) -> tuple[int, ...]:
+    """Every d for which some rank r looks back at keys of rank r - d (modulo cp_size), in order.
+
+    The same on every rank. All of 0 .. cp_size - 1 when a document covers a zigzag stream; none when
+    every span starts a document.
+    """
+    span_len = span_length(layout, cp_size, cu_seqlens[-1])
+    rank_of = [
+        span_holder(layout, cp_size, span)[0] for span in range(cp_size * spans_per_rank(layout, cp_size))
+    ]
+    turns = set()
+    for span, rank in enumerate(rank_of):
+        first = document_start(cu_seqlens, span * span_len) // span_len
+        turns |= {(rank - owner) % cp_size for owner in rank_of[first:span]}
+    return tuple(sorted(turns))
+
+
 def halo_routes(
     layout: CPLayout, cp_size: int, cp_rank: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:

@@ -33,9 +33,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, rows) -> tuple[Tensor
 
 
 def backward(do, q, k, v, o, lse, scale, rows) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of the kernel, which reads lse as if contiguous."""
+    """One call of the kernel, which reads lse as if contiguous.
+
+    torch 2.11 keeps plans by the layouts of q, k and v alone, and runs the plan made for the first layouts
+    of do and o on all later ones: wrong gradients. So these two are given one layout, that of q.
+    """
     m, n = q.shape[1], k.shape[1]
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    do, o = (_laid_out_as(q, x) for x in (do, o))
     # The random state of dropout, which is off: asked for and not read.
     unused = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -43,6 +48,14 @@ def backward(do, q, k, v, o, lse, scale, rows) -> tuple[Tensor, Tensor, Tensor]:
         rows is not None, scale=scale,
     )  # fmt: skip
     return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
+    """x in the layout of a new tensor like q; x itself if it is."""
+    strides = torch.empty_like(q, device="meta").stride()
+    if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        return x
+    return torch.empty_like(q, dtype=x.dtype).copy_(x)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ Source: NVIDIA's cudnn-frontend, the operations `sdpa` and `sdpa_backward` with 
 """
 
 import threading
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ MIN_CUDNN = 90600
 """First cuDNN whose packed backward takes fewer key/value heads than query heads."""
 
 
-class Pieces(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pieces:
     """Runs of tokens in rows laid end to end, each a sequence of its own."""
 
     starts: Tensor
@@ -33,23 +35,27 @@ class Pieces(NamedTuple):
     """At least the longest, in tokens."""
     total: int
     """At least the tokens of all rows."""
+    _offsets: dict[int, Tensor] = field(default_factory=dict)
+
+    def offsets(self, width: int) -> Tensor:
+        """`starts` in elements of a tensor with so many of them per token; made once."""
+        if width not in self._offsets:
+            self._offsets[width] = self.starts * width
+        return self._offsets[width]
 
     @classmethod
     def of_documents(cls, rows: Rows) -> "Pieces":
         """The documents' pieces in the rows; made once for the rows."""
         if "_cudnn_pieces" not in rows.__dict__:
-            borders = rows.cu_seqlens
+            borders, total = rows.cu_seqlens, rows.num_rows * rows.row_len
             spare = power_of_two(len(borders) - 1, 8) - (len(borders) - 1)
             starts = torch.cat([borders, borders[-1:].expand(spare)]).long()
-            rows.__dict__["_cudnn_pieces"] = cls(
-                starts,
-                starts.diff().int(),
-                power_of_two(rows.longest_piece, 128),
-                rows.num_rows * rows.row_len,
-            )
+            longest = power_of_two(rows.longest_piece, 128)
+            rows.__dict__["_cudnn_pieces"] = cls(starts, starts.diff().int(), longest, total)
         return rows.__dict__["_cudnn_pieces"]
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of_rows(cls, num_rows: int, row_len: int, device: torch.device) -> "Pieces":
         """Every row as one piece."""
         starts = torch.arange(num_rows + 1, device=device) * row_len
@@ -139,9 +145,9 @@ def _prepare(q: Tensor, k: Tensor, scale: float, rows: Rows | None) -> tuple[Siz
     lengths = {
         "lengths_q": pieces_q.lengths,
         "lengths_k": pieces_k.lengths,
-        "starts_q": pieces_q.starts * (heads * head_dim),
-        "starts_k": pieces_k.starts * (kv_heads * head_dim),
-        "starts_lse": pieces_q.starts * heads,
+        "starts_q": pieces_q.offsets(heads * head_dim),
+        "starts_k": pieces_k.offsets(kv_heads * head_dim),
+        "starts_lse": pieces_q.offsets(heads),
     }
     return sizes, lengths
 

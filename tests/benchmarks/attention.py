@@ -59,6 +59,7 @@ DOCUMENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "documents of 8,192": lambda length: borders_of(repeated(5000, 8192), length),
     "documents of 4,096": lambda length: borders_of(repeated(3000, 4096), length),
     "documents of 1,024": lambda length: borders_of(repeated(600, 1024), length),
+    "documents of 256": lambda length: borders_of(repeated(100, 256), length),
     "256 to 32,768, log-uniform": lambda length: borders_of(log_uniform(256, 32768), length),
     "one of 100,000, then of 1,000": lambda length: borders_of(repeated(100_000, 1000), length),
 }
@@ -89,27 +90,35 @@ class Case:
 CASES = [
     Case("one document", 1, 0),
     *(Case("one document", CP, rank, exchange) for exchange in ("p2p", "all_gather") for rank in (0, 3)),
-    *(Case(documents, 1, 0) for documents in list(DOCUMENTS)[1:5]),
+    *(Case(documents, 1, 0) for documents in list(DOCUMENTS)[1:-1]),
     *(Case(documents) for documents in list(DOCUMENTS)[1:]),
-    *(Case(documents, exchange="all_gather") for documents in list(DOCUMENTS)[4:]),
+    *(Case(documents, exchange="all_gather") for documents in list(DOCUMENTS)[1:]),
 ]
 
 
-class Copied:
-    """Stands for what arrives from another rank: a copy of what this rank would send."""
+class Arrived:
+    """Stands for what other ranks send: random numbers, there at once."""
 
-    def __init__(self, x: Tensor):
-        self.wait = x.clone
+    def __init__(self, x: Tensor, group, send_splits: list[int], recv_splits: list[int]):
+        self.out = torch.randn(sum(recv_splits), *x.shape[1:], dtype=x.dtype, device=x.device)
+
+    def wait(self) -> Tensor:
+        """A copy, since what arrives is the receiver's to write to."""
+        return self.out.clone()
 
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """Exchanges that only copy on this GPU."""
-    with (
-        mock.patch.object(cp_comm, "start_ring_shift", lambda x, group, steps: Copied(x)),
-        mock.patch.object(cp_comm, "start_all_gather", lambda x, group: Copied(torch.cat([x] * CP))),
-        mock.patch.object(cp_comm, "start_reduce_scatter", lambda x, group: Copied(x[: len(x) // CP])),
-    ):
+    """Exchanges that bring the same numbers every time."""
+    arrived = {}
+
+    def start(x, group, send_splits, recv_splits):
+        key = x.dtype, tuple(send_splits), tuple(recv_splits)
+        if key not in arrived:
+            arrived[key] = Arrived(x, group, send_splits, recv_splits)
+        return arrived[key]
+
+    with mock.patch.object(cp_comm, "start_all_to_all", start):
         yield
 
 

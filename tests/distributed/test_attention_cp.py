@@ -165,35 +165,6 @@ def test_core_attention_in_many_rectangles(monkeypatch):
     run_ranks(check_core, 4)
 
 
-@pytest.mark.parametrize("packing", ("one_document", "borders_off_spans", "several_chunks", "many_short"))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rectangles_cover_what_each_span_needs(layout, packing, monkeypatch):
-    """Every query of every rank meets every earlier key of its document once, however keys come."""
-    keys_at_once, case = 40, PACKINGS[packing]
-    monkeypatch.setattr(attention_cp, "KEYS_AT_ONCE", keys_at_once)
-    position = case.positions[0].tolist()
-    for rank in range(4):
-        plan = StreamPlan(layout, 4, rank, case.seq_len, 1, case.borders, CPU)
-        owners = [local_ranges(layout, 4, owner, case.seq_len) for owner in range(4)]
-        for buffers in ([((0, case.seq_len),)], owners):
-            met = torch.zeros(case.seq_len, case.seq_len, dtype=torch.int)
-            for ranges in buffers:
-                places = torch.cat([torch.arange(a, b) for a, b in ranges])
-                for span, length, keys, recurs in attention_cp.rectangles(plan, ranges):
-                    start, num_keys = plan.ranges[span][0], keys.stop - keys.start
-                    assert 0 < num_keys <= keys_at_once
-                    whole = num_keys == keys_at_once or num_keys % plan.span_len == 0
-                    assert recurs == (length == plan.span_len and whole)
-                    met[start : start + length, places[keys]] += 1
-            for start, end in plan.ranges:  # the square
-                for query in range(start, end):
-                    met[query, max(start, query - position[query]) : query + 1] += 1
-            want = torch.zeros_like(met)
-            for query in torch.cat([torch.arange(a, b) for a, b in plan.ranges]).tolist():
-                want[query, query - position[query] : query + 1] = 1
-            assert torch.equal(met, want)
-
-
 # What is sent.
 
 
@@ -211,57 +182,51 @@ def count_core(config, groups, cp_comm_type, packing, dtype):
     return forward.sent_bytes(), backward.sent_bytes(), len(forward), len(backward)
 
 
-def check_counts_of_one_document(rank, world_size):
-    cp, packing = world_size, "one_document"
-    elements = PACKINGS[packing].seq_len // cp * 2 * SIZES.num_query_groups * SIZES.head_dim
-    calls = {"p2p": (cp - 1, 2 * (cp - 1)), "all_gather": (1, 2) if cp > 1 else (0, 0)}
+@cache
+def keys_looked_at(packing: str, layout: str, cp: int) -> dict[tuple[int, int], int]:
+    """For (rank, owner): keys of the owner that the rank's queries see outside their span; by token."""
+    case = PACKINGS[packing]
+    position = case.positions[0].tolist()
+    span_of = {
+        token: (rank, start)
+        for rank in range(cp)
+        for start, end in local_ranges(layout, cp, rank, case.seq_len)
+        for token in range(start, end)
+    }
+    seen = {(rank, owner): set() for rank in range(cp) for owner in range(cp)}
+    for query, (rank, span) in span_of.items():
+        for key in range(query - position[query], span):
+            seen[rank, span_of[key][0]].add(key)
+    return {pair: len(keys) for pair, keys in seen.items()}
+
+
+def check_counts(rank, world_size, packings, dtypes):
+    cp = world_size
     with make_groups(cp=cp) as groups:
-        for layout in LAYOUTS:
-            config = config_for(cp=cp, cp_layout=layout)
-            for cp_comm_type in COMM_TYPES:
-                for dtype in (torch.float32, torch.bfloat16):
-                    there, back = (cp - 1) * elements * dtype.itemsize, (cp - 1) * elements * 4
-                    got = count_core(config, groups, cp_comm_type, packing, dtype)
-                    assert got == (there, there + back, *calls[cp_comm_type]), (layout, cp_comm_type, dtype)
+        for packing in packings:
+            for layout in LAYOUTS:
+                config = config_for(cp=cp, cp_layout=layout)
+                looked_at = keys_looked_at(packing, layout, cp)
+                turns = {(a - b) % cp for (a, b), keys in looked_at.items() if keys and a != b}
+                elements = 2 * SIZES.num_query_groups * SIZES.head_dim * PACKINGS[packing].batch
+                given = elements * sum(looked_at[peer, rank] for peer in range(cp) if peer != rank)
+                taken = elements * sum(looked_at[rank, peer] for peer in range(cp) if peer != rank)
+                calls = {"p2p": len(turns), "all_gather": min(len(turns), 1)}
+                for cp_comm_type in COMM_TYPES:
+                    for dtype in dtypes:
+                        got = count_core(config, groups, cp_comm_type, packing, dtype)
+                        there, back = given * dtype.itemsize, taken * 4
+                        want = (there, there + back, calls[cp_comm_type], 2 * calls[cp_comm_type])
+                        assert got == want, (packing, layout, cp_comm_type, dtype)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_communication_of_one_document(cp):
-    """Keys and values go once to every other rank, and again in backward, with their fp32 gradients."""
-    core_truth("one_document")
-    run_ranks(check_counts_of_one_document, cp)
-
-
-RING_STEPS = {
-    ("zigzag", "one_document"): 3,
-    # every document reaches into the next span and no further: from ranks r - 1 and r + 1
-    ("zigzag", "begin_before_border"): 2,
-    ("contiguous", "begin_before_border"): 1,
-    # spans of 32 and borders at 16, 32, 64: only rank 3 starts inside a document
-    ("contiguous", "borders_on_spans"): 1,
-    # a document begins at every multiple of 16
-    ("zigzag", "short_after_border"): 0,
-}
-"""Turns of the circle on 4 ranks."""
-
-
-def check_ring_steps(rank, world_size):
-    with make_groups(cp=world_size) as groups:
-        for (layout, packing), steps in RING_STEPS.items():
-            elements = PACKINGS[packing].seq_len // world_size * 2 * SIZES.num_query_groups * SIZES.head_dim
-            config = config_for(cp=world_size, cp_layout=layout)
-            got = count_core(config, groups, "p2p", packing, torch.float32)
-            assert got == (steps * elements * 4, 2 * steps * elements * 4, steps, 2 * steps), (
-                layout,
-                packing,
-            )
-
-
-def test_ring_skips_turns_that_nobody_needs():
-    """Keys travel no further than some document reaches."""
-    for _, packing in RING_STEPS:
+def test_communication(cp):
+    """Only keys that a rank looks at go to it, and again in backward; their fp32 gradients return."""
+    for packing in PACKINGS:
         core_truth(packing)
-    run_ranks(check_ring_steps, 4)
+    run_ranks(check_counts, cp, tuple(PACKINGS), (torch.float32,))
+    run_ranks(check_counts, cp, ("one_document", "batch_of_2"), (torch.bfloat16,))
 
 
 # The whole layer.

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_gdn import attention_cp
-from megatron_gdn.attention_cp import EXCHANGES, context_parallel_attention
+from megatron_gdn.attention_cp import context_parallel_attention
 from megatron_gdn.ops import attention
 from megatron_gdn.rows import Rows
 from megatron_gdn.stream import StreamPlan
+from megatron_gdn.validation import CP_COMM_TYPES
 from tests.helpers.cases import BF16_FACTOR, PACKINGS, Packing
 from tests.helpers.compare import assert_close, assert_no_worse, local_part
 from tests.helpers.distributed import make_groups, run_ranks
@@ -67,7 +68,7 @@ def check(rank, world_size):
                 )
                 *leaves, do = (mine(x).bfloat16().cuda() for x in inputs)
                 leaves = [x.requires_grad_() for x in leaves]
-                for cp_comm_type in EXCHANGES:
+                for cp_comm_type in CP_COMM_TYPES:
                     o = context_parallel_attention(*leaves, plan, SCALE, groups.cp, cp_comm_type)
                     got = o.detach(), *torch.autograd.grad(o, leaves, do)
                     for part, g, u, w in zip(("o", "dq", "dk", "dv"), got, unsharded, truth, strict=True):

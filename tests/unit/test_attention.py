@@ -8,11 +8,12 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_gdn import cp_layout
+from megatron_gdn import attention_cp
 from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention, apply_rope, rope_tables
-from megatron_gdn.attention_cp import rectangles, ring_steps
+from megatron_gdn.attention_keys import _stream_order, key_turns
 from megatron_gdn.config import Qwen35Config
 from megatron_gdn.stream import StreamPlan, dense_plan
+from megatron_gdn.validation import CP_COMM_TYPES
 from tests.helpers.cases import EXACT, FP32_TRUTH, PACKINGS
 from tests.helpers.compare import assert_close, relative_rms
 from tests.helpers.reference import apply_rope_reference
@@ -32,50 +33,32 @@ def _needed_pairs(packing) -> torch.Tensor:
     return (document[:, None] == document[None, :]).tril().int()
 
 
-def _add_rectangles(met, plan, key_ranges) -> int:
-    """Count in `met` the pairs of every rectangle; the number of rectangles."""
-    key_positions = torch.cat([torch.arange(a, b) for a, b in key_ranges])
-    found = list(rectangles(plan, key_ranges))
-    for span, length, keys in found:
-        first = plan.ranges[span][0]
-        met[first : first + length, key_positions[keys]] += 1
-    return len(found)
-
-
+@pytest.mark.parametrize("keys_at_once", [10_000, 40])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_squares_and_rectangles_meet_every_pair_once(packing, cp_size, layout):
+def test_squares_and_rectangles_meet_every_pair_once(packing, cp_size, layout, keys_at_once, monkeypatch):
     """All ranks together compute what causal attention inside documents needs, no more and not twice."""
+    monkeypatch.setattr(attention_cp, "KEYS_AT_ONCE", keys_at_once)
     needed = _needed_pairs(packing)
-    seq_len = len(needed)
-    gathered, circled = torch.zeros_like(needed), torch.zeros_like(needed)
-    for rank in range(cp_size):
-        plan = _plan(packing, layout, cp_size, rank)
-        for start, end in plan.ranges:
-            for met in (gathered, circled):
+    for cp_comm_type in CP_COMM_TYPES:
+        met = torch.zeros_like(needed)
+        for rank in range(cp_size):
+            plan = _plan(packing, layout, cp_size, rank)
+            for start, end in plan.ranges:
                 met[start:end, start:end] += needed[start:end, start:end]
-        number = _add_rectangles(gathered, plan, ((0, seq_len),))
-        assert number <= len(plan.ranges)
-        for step in (0, *ring_steps(plan)):
-            owner = (rank - step) % cp_size
-            _add_rectangles(circled, plan, cp_layout.local_ranges(layout, cp_size, owner, seq_len))
-    assert torch.equal(gathered, needed)
-    assert torch.equal(circled, needed)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_ring_steps_are_equal_on_all_ranks_and_all_needed(packing, layout):
-    """Each turn serves some rank, or the ring would stop for nothing."""
-    plans = [_plan(packing, layout, 4, rank) for rank in range(4)]
-    steps = ring_steps(plans[0])
-    assert all(ring_steps(plan) == steps for plan in plans)
-    for step in steps:
-        ranges = [
-            cp_layout.local_ranges(layout, 4, (plan.cp_rank - step) % 4, plan.seq_len) for plan in plans
-        ]
-        assert any(any(rectangles(p, r)) for p, r in zip(plans, ranges, strict=True))
+            for turn in key_turns(plan, cp_comm_type):
+                _, ranges = _stream_order(turn.received)
+                key_positions = torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)])
+                found = list(attention_cp.rectangles(plan, ranges))
+                assert len(found) <= len(plan.ranges) or keys_at_once < plan.seq_len or cp_comm_type == "p2p"
+                for span, length, keys, recurs in found:
+                    first, num_keys = plan.ranges[span][0], keys.stop - keys.start
+                    met[first : first + length, key_positions[keys]] += 1
+                    whole = num_keys == keys_at_once or num_keys % plan.span_len == 0
+                    assert 0 < num_keys <= keys_at_once
+                    assert recurs == (length == plan.span_len and whole)
+        assert torch.equal(met, needed)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -169,3 +169,32 @@ def test_span_out_of_range_is_refused(layout, span, count):
     """A span outside the stream is no span."""
     with pytest.raises(ValueError, match=rf"span must lie in \[0, {count}\), got {span}"):
         cp_layout.span_holder(layout, 2, span)
+
+
+LOOKING_BACK = {
+    # (layout, cp_size, borders): ranges that every rank gets from every owner, turns in which it does
+    ("zigzag", 2, (0, 16)): (
+        {(0, 0): ((0, 4),), (0, 1): ((4, 8), (8, 12)), (1, 0): ((0, 4),), (1, 1): ((4, 8),)},
+        (0, 1),
+    ),
+    ("contiguous", 2, (0, 16)): ({(1, 0): ((0, 8),)}, (1,)),
+    # a document that lies across the stream's middle only, and an empty one
+    ("zigzag", 2, (0, 4, 6, 10, 10, 12, 16)): ({(1, 1): ((6, 8),)}, (0,)),
+    ("zigzag", 2, (0, 3, 5, 16)): ({(0, 1): ((5, 8), (8, 12)), (1, 0): ((3, 4),), (1, 1): ((5, 8),)}, (0, 1)),
+    ("zigzag", 2, (0, 4, 8, 12, 16)): ({}, ()),
+    ("contiguous", 4, (0, 7, 16)): (
+        {(1, 0): ((0, 4),), (2, 1): ((7, 8),), (3, 1): ((7, 8),), (3, 2): ((8, 12),)},
+        (1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "cp_size", "borders"), LOOKING_BACK)
+def test_earlier_keys_agree_with_the_table(layout, cp_size, borders):
+    """What each rank looks back at, written out by hand, and the turns in which it gets it."""
+    ranges, turns = LOOKING_BACK[layout, cp_size, borders]
+    for rank in range(cp_size):
+        for owner in range(cp_size):
+            got = cp_layout.earlier_keys(layout, cp_size, borders, rank, owner)
+            assert got == ranges.get((rank, owner), ()), (rank, owner)
+    assert cp_layout.turns_needed(layout, cp_size, borders) == turns
