@@ -33,12 +33,18 @@ class Turn(NamedTuple):
 
     sent: Ranges
     """What this rank sends, by destination."""
+    places: tuple[slice, ...]
+    """The same as places in this rank's tokens."""
     send_splits: list[int]
     """Tokens to each rank."""
     received: Ranges
     """What this rank gets, by source."""
     recv_splits: list[int]
     """Tokens from each rank."""
+    order: list[int]
+    """Which of `received` comes first in the stream, which next, and so on."""
+    ranges: Ranges
+    """`received` in that order, those that touch as one."""
     local: bool
     """Whether no rank sends to another: nothing is to be communicated."""
 
@@ -46,7 +52,8 @@ class Turn(NamedTuple):
 def key_turns(plan: StreamPlan, cp_comm_type: str) -> tuple[Turn, ...]:
     """The turns of a microbatch, made once and shared by its layers.
 
-    What a rank has itself comes last, while gradients of the turn before are under way.
+    With `p2p` what a rank has itself comes last, while gradients of the turn before are under way; and one
+    turn is enough if no rank gets more tokens than it has.
 
     Args:
         plan: layout, spans and documents of the microbatch.
@@ -55,11 +62,23 @@ def key_turns(plan: StreamPlan, cp_comm_type: str) -> tuple[Turn, ...]:
     cache = plan.__dict__.setdefault("_key_turns", {})
     if cp_comm_type not in cache:
         needed = cp_layout.turns_needed(plan.layout, plan.cp_size, plan.cu_seqlens)
-        distances = [(d,) for d in (*needed[1:], *needed[:1])] if 0 in needed else [(d,) for d in needed]
-        if cp_comm_type == "all_gather":
-            distances = [needed] if needed else []
-        cache[cp_comm_type] = tuple(_turn(plan, d) for d in distances)
+        if needed and (cp_comm_type == "all_gather" or _at_most_own(plan)):
+            distances = [needed]
+        else:
+            distances = [(distance,) for distance in sorted(needed, key=lambda d: d or plan.cp_size)]
+        turns = (_turn(plan, d) for d in distances)
+        cache[cp_comm_type] = tuple(t for t in turns if t.received or not t.local)
     return cache[cp_comm_type]
+
+
+def _at_most_own(plan: StreamPlan) -> bool:
+    """Whether no rank looks back at more tokens than it holds. The same on every rank."""
+    for rank in range(plan.cp_size):
+        ranges = cp_layout.local_ranges(plan.layout, plan.cp_size, rank, plan.seq_len)
+        looked_at = sum(start - cp_layout.document_start(plan.cu_seqlens, start) for start, _ in ranges)
+        if looked_at > plan.span_len * len(ranges):
+            return False
+    return True
 
 
 def _turn(plan: StreamPlan, distances: Sequence[int]) -> Turn:
@@ -70,11 +89,16 @@ def _turn(plan: StreamPlan, distances: Sequence[int]) -> Turn:
     look = (plan.layout, size, plan.cu_seqlens)
     sent = [cp_layout.earlier_keys(*look, peer, rank) if peer in targets else () for peer in range(size)]
     received = [cp_layout.earlier_keys(*look, rank, peer) if peer in sources else () for peer in range(size)]
+    all_sent, all_received = sum(sent, ()), sum(received, ())
+    order = sorted(range(len(all_received)), key=all_received.__getitem__)
     return Turn(
-        sum(sent, ()),
+        all_sent,
+        tuple(_local_slice(plan, stream_range) for stream_range in all_sent),
         [_tokens(ranges) for ranges in sent],
-        sum(received, ()),
+        all_received,
         [_tokens(ranges) for ranges in received],
+        order,
+        _joined([all_received[i] for i in order]),
         local=tuple(distances) == (0,),
     )
 
@@ -110,8 +134,7 @@ def fetch_keys(
     k, v = (plan.from_rows(x) for x in (k, v))
 
     def start(turn: Turn) -> cp_comm.Arrival:
-        places = [_local_slice(plan, r) for r in turn.sent]
-        out = torch.stack([torch.cat([x[:0], *(x[p] for p in places)]) for x in (k, v)], dim=1)
+        out = torch.stack([torch.cat([x[:0], *(x[p] for p in turn.places)]) for x in (k, v)], dim=1)
         return _start(turn, out, turn.send_splits, turn.recv_splits, cp_group)
 
     arrival = start(turns[0]) if turns else None
@@ -120,12 +143,12 @@ def fetch_keys(
     for number, turn in enumerate(turns):
         kv = arrival.wait()
         arrival = start(turns[number + 1]) if number + 1 < len(turns) else None
-        order, ranges = _stream_order(turn.received)
-        kv = _pieces_in_order(kv, turn.received, order)
+        kv = _pieces_in_order(kv, turn.received, turn.order)
         dkv = None if sums is None else torch.zeros_like(kv, dtype=sums.dtype)
-        yield ranges, kv, dkv
+        yield turn.ranges, kv, dkv
         if sums is not None:
-            back = _pieces_in_order(dkv, [turn.received[i] for i in order], _inverse(order))
+            in_order = [turn.received[i] for i in turn.order]
+            back = _pieces_in_order(dkv, in_order, _inverse(turn.order))
             if returning is not None:
                 sums.add(*returning)
             home = _start(turn, back, turn.recv_splits, turn.send_splits, cp_group)
@@ -191,16 +214,15 @@ def _local_slice(plan: StreamPlan, stream_range: tuple[int, int]) -> slice:
     return slice(start + offset, end + offset)
 
 
-def _stream_order(ranges: Ranges) -> tuple[list[int], Ranges]:
-    """The order of the ranges in the stream, and in that order those that touch as one."""
-    order = sorted(range(len(ranges)), key=lambda i: ranges[i])
-    merged: list[tuple[int, int]] = []
-    for start, end in (ranges[i] for i in order):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ranges in stream order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
         else:
-            merged.append((start, end))
-    return order, tuple(merged)
+            joined.append((start, end))
+    return tuple(joined)
 
 
 def _pieces_in_order(x: Tensor, ranges: Sequence[tuple[int, int]], order: list[int]) -> Tensor:

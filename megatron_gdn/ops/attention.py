@@ -44,7 +44,8 @@ def _kernels(q: Tensor, rows: Rows | None, recurs: bool) -> ModuleType:
         of_one_length = recurs if rows is None else not rows.cut
         if of_one_length and q.shape[1] >= attention_cudnn.MIN_ROW:
             return attention_cudnn
-        if attention_cudnn_packed.available():
+        short = rows is not None and rows.longest_piece < attention_cudnn_packed.MIN_LONGEST
+        if attention_cudnn_packed.available() and not short:
             return attention_cudnn_packed
     return attention_flash
 

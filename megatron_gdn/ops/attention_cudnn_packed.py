@@ -22,6 +22,9 @@ from megatron_gdn.rows import Rows
 MIN_CUDNN = 90600
 """First cuDNN whose packed backward takes fewer key/value heads than query heads."""
 
+MIN_LONGEST = 512
+"""Where all pieces are shorter, FlashAttention-2 is faster: 1.2 times at 256 tokens, 0.8 times at 1024."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:

@@ -212,6 +212,9 @@ def check_counts(rank, world_size, packings, dtypes):
                 given = elements * sum(looked_at[peer, rank] for peer in range(cp) if peer != rank)
                 taken = elements * sum(looked_at[rank, peer] for peer in range(cp) if peer != rank)
                 calls = {"p2p": len(turns), "all_gather": min(len(turns), 1)}
+                most = max(sum(looked_at[a, b] for b in range(cp)) for a in range(cp))
+                if most <= PACKINGS[packing].seq_len // cp:
+                    calls["p2p"] = calls["all_gather"]
                 for cp_comm_type in COMM_TYPES:
                     for dtype in dtypes:
                         got = count_core(config, groups, cp_comm_type, packing, dtype)

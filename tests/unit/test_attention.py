@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn import attention_cp
 from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention, apply_rope, rope_tables
-from megatron_gdn.attention_keys import _stream_order, key_turns
+from megatron_gdn.attention_keys import key_turns
 from megatron_gdn.config import Qwen35Config
 from megatron_gdn.stream import StreamPlan, dense_plan
 from megatron_gdn.validation import CP_COMM_TYPES
@@ -48,9 +48,8 @@ def test_squares_and_rectangles_meet_every_pair_once(packing, cp_size, layout, k
             for start, end in plan.ranges:
                 met[start:end, start:end] += needed[start:end, start:end]
             for turn in key_turns(plan, cp_comm_type):
-                _, ranges = _stream_order(turn.received)
-                key_positions = torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)])
-                found = list(attention_cp.rectangles(plan, ranges))
+                key_positions = torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in turn.ranges)])
+                found = list(attention_cp.rectangles(plan, turn.ranges))
                 assert len(found) <= len(plan.ranges) or keys_at_once < plan.seq_len or cp_comm_type == "p2p"
                 for span, length, keys, recurs in found:
                     first, num_keys = plan.ranges[span][0], keys.stop - keys.start

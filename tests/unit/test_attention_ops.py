@@ -161,6 +161,7 @@ def backend(request, monkeypatch):
             pytest.skip("needs nvidia-cudnn-frontend")
     monkeypatch.setattr(attention_cudnn, "_is_hopper", lambda device: hopper)
     monkeypatch.setattr(attention_cudnn_packed, "available", lambda: frontend)
+    monkeypatch.setattr(attention_cudnn_packed, "MIN_LONGEST", 10)  # or no test is long enough
     return request.param
 
 
@@ -174,7 +175,7 @@ def test_backend_name(backend):
 
 
 def test_each_block_goes_to_its_kernel(backend):
-    """Sizes that recur go to the kernel that is planned for each size, all others to the packed one."""
+    """Sizes that recur go to the kernel that is planned for each, pieces to the packed one, if not all short."""
 
     def kernel(row_len, borders=None, recurs=False):
         rows = borders and Rows.from_ranges(borders, ((0, row_len),), 1, CPU)
@@ -188,6 +189,7 @@ def test_each_block_goes_to_its_kernel(backend):
     assert kernel(128, (0, 100, 128)) == other
     assert kernel(128) == other
     assert kernel(32, (0, 32)) == other
+    assert kernel(128, tuple(range(0, 129, 8))) == "flash"
 
 
 def test_pieces_of_documents():
