@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="order of tokens across context-parallel ranks",
     )
     group.add_argument(
+        "--gdn-backend",
+        default="auto",
+        choices=gated_delta_rule.GDN_BACKENDS,
+        help="kernel of the gated delta rule; auto takes the fastest that can run",
+    )
+    group.add_argument(
         "--tokenizer",
         metavar="byte|FOLDER",
         help="what the data was prepared with; without it, the host's --tokenizer-type",
@@ -174,6 +180,7 @@ def prepare():
     # The host wants 2 x cp to divide the length whatever the layout; it does not ask about this name.
     args.encoder_seq_length, args.seq_length = args.seq_length, None
     validate_args(args)
+    rule_backend(args)
     set_global_variables(args)
     transformer = core_transformer_config_from_args(args, Qwen35Config)
     # A packed microbatch is one long row, not the rows that pipeline stages otherwise expect.
@@ -293,13 +300,20 @@ def loss_func(microbatch: Microbatch, losses: Tensor) -> tuple[Tensor, Tensor, d
     return total * microbatch.params.plan.cp_size, whole, report
 
 
+def rule_backend(args: argparse.Namespace) -> gated_delta_rule.Backend:
+    """The kernel of the gated delta rule; a ValueError if the one asked for cannot run here."""
+    head_dims = (args.linear_key_head_dim, args.linear_value_head_dim)
+    device = torch.device(DEVICE_TYPE)
+    return gated_delta_rule.choose_backend(device, args.params_dtype, head_dims, args.gdn_backend)
+
+
 def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
     """The block that says what is going to run."""
     total, active = count_parameters(
         config, args.padded_vocab_size, not args.untie_embeddings_and_output_weights
     )
     device = torch.device(DEVICE_TYPE)
-    rule = gated_delta_rule.backend_name(device, args.params_dtype)
+    rule = rule_backend(args)
     core_attention = attention.backend_name(device, args.params_dtype, args.kv_channels)
     rows = {
         "model": f"Qwen3.5 {args.qwen35_size}, {total:,} parameters, {active:,} active per token",

@@ -25,7 +25,8 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "gpu": ["flash-qla", "tilelang"],
+        # FlashQLA, exactly: its building blocks, which we compose, are no public interface.
+        "gpu": ["flash-qla==0.1.3", "tilelang==0.1.15"],
         "hf": HF,
         "test": TEST,
         "dev": DEV,

@@ -123,6 +123,8 @@ class Qwen35Config(TransformerConfig):
 
     cp_layout: CPLayout = "zigzag"
     """Order of tokens across context-parallel ranks."""
+    gdn_backend: str = "auto"
+    """Kernel of the gated delta rule: flash_qla, fla, torch, or auto for the fastest that can run."""
     rotary_percent: float = 0.25
     """Share of each attention head that RoPE turns."""
     rotary_base: float = 10_000_000

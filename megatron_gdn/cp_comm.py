@@ -161,16 +161,21 @@ def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGro
     return torch.cat(before)
 
 
-def exchange_states(summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
-    """The recurrent state at the start of each of this rank's rows.
+def exchange_states(
+    summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup, reverse: bool = False
+) -> Tensor:
+    """What enters each of this rank's rows: the recurrent state, or in reverse its gradient.
 
     A row is an affine map of the state that enters it: X_out = M X_in + S. M is exactly zero where a
-    document begins inside the row, so document borders need no further care here.
+    document begins inside the row, so that no state passes through; a row that begins with a document
+    is still handed the state before it. The gradient runs backwards through the same maps, with M^T for
+    M: a caller that has no autograd graph of its own gets it with `reverse`.
 
     Args:
         summaries: [R, H, K, K + V] fp32, M in the first K columns and S in the last V.
         plan: layout and sizes of the microbatch.
         cp_group: ranks sharing the stream.
+        reverse: scan from the end of the stream: what enters a row comes from the row behind it.
 
     Returns:
         [R, H, K, V] fp32.
@@ -184,14 +189,17 @@ def exchange_states(summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessG
     slots = num_rows // plan.batch
     gathered = all_gather(summaries.reshape(slots, plan.batch, *summaries.shape[1:]), cp_group)
     by_slot = gathered.unbind(0)
+    order = cp_layout.stacked_to_stream(plan.layout, plan.cp_size)
+    mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
+    if reverse:
+        order, mine = order[::-1], [len(order) - 1 - span for span in mine]
     state = torch.zeros_like(by_slot[0][..., key_dim:])
     entering = [state]
-    for slot in cp_layout.stacked_to_stream(plan.layout, plan.cp_size)[:-1]:
+    for slot in order[:-1]:
         m, s = by_slot[slot].tensor_split([key_dim], dim=-1)
         state = torch.matmul(m, state) + s
         entering.append(state)
     # Stacked before any is chosen: a rank that needs none of the others' summaries has to take part in
     # the backward exchange all the same.
     entering = torch.stack(entering).unbind(0)
-    mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
-    return torch.cat([entering[span] for span in mine])
+    return torch.cat([entering[place] for place in mine])

@@ -174,6 +174,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
             dt_bias=cp.per_head(self.dt_bias),
             rows=rows,
             exchange=cp.exchange(plan),
+            backend=self.config.gdn_backend,
         )
 
     def _gated_norm(self, out: Tensor, z: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_gdn import cp_comm
-from megatron_gdn.ops.gated_delta_rule import StateExchange
-from megatron_gdn.rows import Rows
+from megatron_gdn.rows import Rows, StateExchange
 from megatron_gdn.stream import StreamPlan
 from megatron_gdn.validation import check_headwise_heads
 
@@ -167,8 +166,12 @@ class ChunkwiseCP(WholeStream):
         return before
 
     def exchange(self, plan: StreamPlan) -> StateExchange:
-        """Gather every span's summary and scan them in stream order."""
-        return lambda summaries: cp_comm.exchange_states(summaries, plan, self._group)
+        """Gather every span's summary and scan them in stream order, or back."""
+
+        def exchange(summaries: Tensor, reverse: bool = False) -> Tensor:
+            return cp_comm.exchange_states(summaries, plan, self._group, reverse)
+
+        return exchange
 
 
 GDN_CP_MODES = {"headwise": HeadwiseCP, "chunkwise": ChunkwiseCP}

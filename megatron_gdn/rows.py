@@ -3,11 +3,32 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_gdn import cp_layout
+
+
+class StateExchange(Protocol):
+    """How the recurrent state passes between rows that follow each other in the stream."""
+
+    def __call__(self, summaries: Tensor, reverse: bool = False) -> Tensor:
+        """From the summaries [M | S] of this rank's rows to what enters each of them.
+
+        Differentiable. It may hand a row the state of another document: `Rows.continued` says whose
+        first document began before it.
+
+        Args:
+            summaries: [R, H, K, K + V] fp32.
+            reverse: scan from the stream's end. With [M^T | dS] of the rows, where dS is the gradient
+                with respect to the state that enters a row if none comes from behind it, the result is
+                the gradient with respect to the state that leaves each row.
+
+        Returns:
+            [R, H, K, V] fp32.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +111,17 @@ class Rows:
         """For each row, which of all pieces is its first, [R], int64."""
         pieces = [len(borders) - 1 for borders in self.borders]
         return torch.tensor([0, *accumulate(pieces)][:-1], device=self.device)
+
+    @cached_property
+    def last_pieces(self) -> Tensor:
+        """For each row, which of all pieces is its last, [R], int64."""
+        pieces = [len(borders) - 1 for borders in self.borders]
+        return torch.tensor(list(accumulate(pieces)), device=self.device) - 1
+
+    @cached_property
+    def continued(self) -> Tensor:
+        """Whether a row's first document began before it, [R], bool."""
+        return torch.tensor([first > 0 for first in self.first_positions], device=self.device)
 
     @cached_property
     def inside(self) -> Tensor:

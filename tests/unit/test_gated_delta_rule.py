@@ -1,39 +1,21 @@
 """The torch gated delta rule and convolution against the per-token float64 reference."""
 
+import re
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
 
+from megatron_gdn.ops import gated_delta_rule as gated_delta_rule_module
 from megatron_gdn.ops.causal_conv import causal_conv1d_silu
-from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
+from megatron_gdn.ops.gated_delta_rule import choose_backend, gated_delta_rule
 from megatron_gdn.rows import Rows
 from tests.helpers.cases import BF16_FACTOR, CONV_WIDTH, FP32_TRUTH, GVA_HEADS, PACKINGS
 from tests.helpers.compare import assert_close, relative_rms
 from tests.helpers.reference import causal_conv_reference, gated_delta_rule_reference
+from tests.helpers.rule import NAMES, rule_inputs, with_grads
 
 CPU = torch.device("cpu")
-NAMES = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
-
-
-def rule_inputs(case, sizes) -> list[torch.Tensor]:
-    """Random q, k, v, a, b, A_log, dt_bias in float64, exact in float32, decay from weak to strong."""
-    h, H, K, V = sizes
-    shape = (case.batch, case.seq_len)
-    return [
-        torch.randn(*shape, h, K).double(),
-        torch.randn(*shape, h, K).double(),
-        torch.randn(*shape, H, V).double(),
-        torch.randn(*shape, H).double(),
-        torch.randn(*shape, H).double(),
-        torch.linspace(-4, 2.7, H).double(),
-        torch.randn(H).double(),
-    ]
-
-
-def with_grads(function, inputs, upstream):
-    """Output and the gradient of every input."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
 def rows_of(case) -> Rows:
@@ -123,3 +105,76 @@ def test_conv_matches_reference(packing):
     got = with_grads(lambda x, w: causal_conv1d_silu(x, w, rows), [x.float() for x in inputs], upstream)
     for name, g, w in zip(("y", "d x", "d weight"), got, want, strict=True):
         assert_close(name, g, w, FP32_TRUTH, dtype=torch.float32)
+
+
+BF16 = torch.bfloat16
+CUDA = torch.device("cuda")
+PACKAGES = {"flash-qla": "0.1.3", "tilelang": "0.1.15", "triton": "3.6.0"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU and installed packages to choose by: `machine(capability, **versions)`."""
+
+    def set_up(capability=(9, 0), **versions):
+        installed = PACKAGES | {name.replace("_", "-"): v for name, v in versions.items()}
+
+        def version(name):
+            if installed.get(name) is None:
+                raise PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(gated_delta_rule_module, "version", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        choose_backend.cache_clear()
+
+    yield set_up
+    choose_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "head_dims", "name", "reason"),
+    [
+        ({}, CUDA, BF16, (128, 128), "flash_qla", ""),
+        ({}, CUDA, torch.float16, (128, 128), "flash_qla", ""),
+        ({}, CUDA, BF16, (128, 64), "fla", "--linear-key-head-dim and --linear-value-head-dim 128"),
+        ({"capability": (8, 0)}, CUDA, BF16, (128, 128), "fla", "compute capability 9.0 only, got 8.0"),
+        ({"flash_qla": None}, CUDA, BF16, (128, 128), "fla", r"pip install 'megatron_gdn\[gpu\]'"),
+        ({"flash_qla": "0.1.4"}, CUDA, BF16, (128, 128), "fla", "flash-qla 0.1.3"),
+        ({"tilelang": None, "flash_qla": None}, CUDA, BF16, (128, 128), "torch", "Triton 3.6.0"),
+        (
+            {"tilelang": None, "flash_qla": None, "triton": "3.7.1"},
+            CUDA,
+            BF16,
+            (128, 128),
+            "fla",
+            "flash-qla",
+        ),
+        ({"tilelang": None, "capability": (8, 0)}, CUDA, BF16, (128, 128), "fla", "9.0 only"),
+        ({}, CUDA, torch.float32, (128, 128), "torch", "--bf16 or --fp16, got torch.float32"),
+        ({}, CPU, BF16, (128, 128), "torch", "needs a CUDA device, got cpu"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_run(machine, setting, device, dtype, head_dims, name, reason):
+    """By hardware, dtype, shapes and versions; what was passed over is said with its reason."""
+    machine(**setting)
+    chosen = choose_backend(device, dtype, head_dims)
+    assert chosen.name == name
+    assert re.search(reason, str(chosen))
+
+
+def test_backend_asked_for_is_taken_or_refused(machine):
+    """Never another one instead."""
+    machine()
+    assert str(choose_backend(CUDA, BF16, (128, 128), "fla")) == "fla"
+    assert str(choose_backend(CUDA, BF16, (128, 128), "torch")) == "torch"
+    with pytest.raises(ValueError, match="--gdn-backend flash_qla cannot run here: it needs a CUDA device"):
+        choose_backend(CPU, BF16, (128, 128), "flash_qla")
+    with pytest.raises(
+        ValueError, match="--gdn-backend 'flashqla' is unknown; choose one of auto, flash_qla"
+    ):
+        choose_backend(CUDA, BF16, (128, 128), "flashqla")
+    case = PACKINGS["not_64"]
+    inputs = [x.float() for x in rule_inputs(case, GVA_HEADS["gva1"])]
+    with pytest.raises(ValueError, match="--gdn-backend fla cannot run here"):
+        gated_delta_rule(*inputs, rows_of(case), backend="fla")

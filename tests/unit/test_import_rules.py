@@ -20,6 +20,9 @@ ALLOWED = {
     "stream": {"cp_layout", "rows"},
     "cp_comm": {"cp_layout", "rows", "stream"},
     "ops.attention": {"cp_layout", "rows"} | {f"ops.attention_{kernel}" for kernel in ATTENTION_KERNELS},
+    # The door of the rule and the kernels behind it; FlashQLA has no kernel for the gates, fla has.
+    "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{n}" for n in ("torch", "fla", "flash_qla"))},
+    "ops.gated_delta_rule_flash_qla": {"rows", "ops.gated_delta_rule_fla"},
     "ops.*": {"cp_layout", "rows"},
 }
 _ABOVE_LAYERS = {"layer_specs", "checkpoint", "checkpoint.*", "planner", "prepare_data", "cpu", "__main__"}

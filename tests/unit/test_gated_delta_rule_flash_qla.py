@@ -1,0 +1,68 @@
+"""What we compose of FlashQLA's building blocks, on a double of them, against the float64 reference."""
+
+import pytest
+import torch
+
+from megatron_gdn.ops import gated_delta_rule_flash_qla, gated_delta_rule_torch
+from megatron_gdn.rows import Rows
+from tests.helpers import flash_qla_double
+from tests.helpers.cases import GVA_HEADS, PACKINGS, Packing
+from tests.helpers.compare import assert_close
+from tests.helpers.reference import gated_delta_rule_reference
+from tests.helpers.rule import NAMES, rule_inputs, scan_in_stream_order, with_grads
+
+FORGOTTEN = 1e-4
+"""FlashQLA leaves out what has decayed by more than exp(-10) = 4.5e-5."""
+
+# Spans of several chunks: documents that end in the middle of a part, of a chunk, at a span border, and one
+# that runs through two spans.
+LONG = Packing(768, (0, 100, 164, 192, 600, 620, 768))
+
+
+def compare(case: Packing, num_spans: int, shift: float = 0.0):
+    """Rows that pass their state on, in one process, against the whole stream token by token."""
+    inputs = rule_inputs(case, GVA_HEADS["gva2"])
+    inputs[5] -= shift
+    upstream = torch.randn_like(inputs[2])
+    want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), inputs, upstream)
+    span = case.seq_len // num_spans
+    ranges = tuple((i * span, (i + 1) * span) for i in range(num_spans))
+    rows = Rows.from_ranges(case.borders, ranges, case.batch, torch.device("cpu"))
+
+    def ours(*leaves):
+        q, k, v, a, b = (x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in leaves[:5])
+        g, beta = gated_delta_rule_torch.gates(a, b, *leaves[5:])
+        exchange = scan_in_stream_order if num_spans > 1 else None
+        return gated_delta_rule_flash_qla.run(q, k, v, g, beta, rows, exchange).view_as(upstream)
+
+    got = with_grads(ours, [x.float() for x in inputs], upstream)
+    for name, g, w in zip(("o", *(f"d {n}" for n in NAMES)), got, want, strict=True):
+        assert_close(name, g, w, FORGOTTEN, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("num_spans", (1, 2, 4))
+@pytest.mark.parametrize("packing", [name for name, case in PACKINGS.items() if case.batch == 1])
+def test_spans_match_reference(monkeypatch, packing, num_spans):
+    """Every packing, parts of one chunk."""
+    flash_qla_double.install(monkeypatch, part_chunks=1)
+    compare(PACKINGS[packing], num_spans)
+
+
+@pytest.mark.parametrize("part_chunks", (1, 2, 100))
+def test_long_spans_match_reference(monkeypatch, part_chunks):
+    """Spans of many parts, of ragged parts, and of one part each; decay from weak to strong."""
+    flash_qla_double.install(monkeypatch, part_chunks=part_chunks)
+    compare(LONG, 4)
+
+
+@pytest.mark.parametrize("part_chunks", (1, 100))
+def test_state_that_lasts_passes_through_many_spans(monkeypatch, part_chunks):
+    """Heads that hardly forget, one document: every span's M counts."""
+    flash_qla_double.install(monkeypatch, part_chunks=part_chunks)
+    compare(Packing(768), 6, shift=4.0)
+
+
+def test_batch(monkeypatch):
+    """Rows of a batch keep to themselves."""
+    flash_qla_double.install(monkeypatch, part_chunks=1)
+    compare(PACKINGS["batch_of_2"], 1)
