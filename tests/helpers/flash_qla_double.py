@@ -228,16 +228,43 @@ def group_reduce_vector(x, key_heads):
     return x.unflatten(2, (key_heads, -1)).sum(3)
 
 
-def chunk_gated_delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cp_context):
+def packed_rule(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    *,
+    use_qk_l2norm_in_kernel,
+    cu_seqlens,
+    cu_seqlens_cpu=None,
+    initial_state=None,
+    output_final_state=False,
+):
+    """The whole rule on packed documents, as both libraries offer it; differentiable."""
     assert use_qk_l2norm_in_kernel
-    q, k = (_repeat(l2norm_fwd(x)[0], v.shape[2]) for x in (q, k))
-    outs = []
-    for start, end in _spans(cp_context.cu_seqlens):
+    heads = v.shape[2]
+    q, k = (_repeat(l2norm_fwd(x)[0], heads) for x in (q, k))
+    outs, finals = [], []
+    for piece, (start, end) in enumerate(_spans(cu_seqlens)):
         at = (0, slice(start, end))
-        outs.append(
-            _run(q[at], k[at], v[at], g[at], beta[at], v.new_zeros(v.shape[2], k.shape[3], v.shape[3]))[0]
-        )
-    return torch.cat(outs).unsqueeze(0), None
+        first = v.new_zeros(heads, k.shape[3], v.shape[3]) if initial_state is None else initial_state[piece]
+        out, final = _run(q[at], k[at], v[at], g[at], beta[at], first)
+        outs.append(out)
+        finals.append(final)
+    return torch.cat(outs).unsqueeze(0), torch.stack(finals) if output_final_state else None
+
+
+def chunk_gated_delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cp_context):
+    return packed_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cp_context.cu_seqlens,
+    )
 
 
 def install(monkeypatch, part_chunks: int) -> None:
