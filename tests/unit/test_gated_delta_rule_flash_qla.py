@@ -48,11 +48,16 @@ def test_spans_match_reference(monkeypatch, packing, num_spans):
     compare(PACKINGS[packing], num_spans)
 
 
+# Spans of 2.75 chunks in one document.
+RAGGED = Packing(704, (0, 50, 704))
+
+
+@pytest.mark.parametrize("case", (LONG, RAGGED), ids=("long", "ragged"))
 @pytest.mark.parametrize("part_chunks", (1, 2, 100))
-def test_long_spans_match_reference(monkeypatch, part_chunks):
+def test_long_spans_match_reference(monkeypatch, case, part_chunks):
     """Spans of many parts, of ragged parts, and of one part each; decay from weak to strong."""
     flash_qla_double.install(monkeypatch, part_chunks=part_chunks)
-    compare(LONG, 4)
+    compare(case, 4)
 
 
 @pytest.mark.parametrize("part_chunks", (1, 100))
