@@ -1,5 +1,7 @@
 """What we compose of FlashQLA's building blocks, on a double of them, against the float64 reference."""
 
+import sys
+
 import pytest
 import torch
 
@@ -71,3 +73,17 @@ def test_batch(monkeypatch):
     """Rows of a batch keep to themselves."""
     flash_qla_double.install(monkeypatch, part_chunks=1)
     compare(PACKINGS["batch_of_2"], 1)
+
+
+def test_layers_share_what_is_made_of_the_lengths(monkeypatch):
+    """The partition is built once per microbatch and number of heads."""
+    flash_qla_double.install(monkeypatch, part_chunks=1)
+    module = sys.modules["flash_qla.ops.gated_delta_rule.chunk.cp"]
+    build, calls = module.build_cp_context, []
+    monkeypatch.setattr(module, "build_cp_context", lambda *a, **kw: calls.append(kw) or build(*a, **kw))
+    rows = Rows.from_ranges((0, 128), ((0, 128),), 1, torch.device("cpu"))
+    for num_heads in (4, 8, 4, 8):
+        q, v = torch.randn(1, 128, 2, 16), torch.randn(1, 128, num_heads, 32)
+        g, beta = -torch.rand(1, 128, num_heads), torch.rand(1, 128, num_heads)
+        gated_delta_rule_flash_qla.run(q, q, v, g, beta, rows, None)
+    assert [call["num_v_heads"] for call in calls] == [4, 8]

@@ -118,6 +118,35 @@ def test_flash_qla_cuts_long_pieces():
 
 
 @pytest.mark.parametrize("num_spans", (1, 4))
+@pytest.mark.parametrize("backend", ("flash_qla", "fla"))
+def test_only_the_first_layer_waits_for_the_gpu(backend, num_spans):
+    """What the host has to know of a microbatch is made once; later layers never copy from the device."""
+    choose(backend)
+    borders, span = LONG["documents"], 8192 // num_spans
+    ranges = tuple((i * span, (i + 1) * span) for i in range(num_spans))
+    rows = Rows.from_ranges(borders, ranges, 1, torch.device("cuda"))
+    inputs = [
+        x.bfloat16().cuda() if i < 5 else x.float().cuda()
+        for i, x in enumerate(rule_inputs(Packing(8192), HEADS))
+    ]
+    inputs = [x.unflatten(1, (num_spans, span)).flatten(0, 1) if i < 5 else x for i, x in enumerate(inputs)]
+    exchange = scan_in_stream_order if num_spans > 1 else None
+
+    def layer(*leaves):
+        return gated_delta_rule(*leaves, rows, exchange, backend)
+
+    upstream = torch.randn_like(inputs[2])
+    first = with_grads(layer, inputs, upstream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = with_grads(layer, inputs, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, g, w in zip(("o", *NAMES), second, first, strict=True):
+        assert_close(name, g, w, BF16_KERNEL)
+
+
+@pytest.mark.parametrize("num_spans", (1, 4))
 @pytest.mark.parametrize("packing", [name for name, case in PACKINGS.items() if case.batch == 1])
 def test_conv_matches_reference(packing, num_spans):
     """Whole streams, and spans with what came before each of them."""
