@@ -11,7 +11,6 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
     get_moe_layer_pattern,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
@@ -31,19 +30,27 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention
+from megatron_gdn.experts import GroupedMLP
 from megatron_gdn.gated_delta_net import GatedDeltaNet
+from megatron_gdn.moe_layer import moe_layer_spec
 from megatron_gdn.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_gdn.norms import Float32RMSNorm, RMSNorm
 
 
 class LocalBackend(LocalSpecProvider):
-    """The host's plain-PyTorch backend with norms that are zero-centred and sequence-parallel."""
+    """The host's plain-PyTorch backend with norms that are zero-centred and sequence-parallel, and experts
+    that run together.
+    """
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """RMSNorm for every place that asks for a norm."""
         if not rms_norm:
             raise ValueError("Qwen3.5 layer specs need --normalization RMSNorm.")
         return RMSNorm
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> type:
+        """All experts at once, with or without --moe-grouped-gemm: nothing is gained by one after another."""
+        return GroupedMLP
 
 
 def get_qwen35_headwise_cp_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -177,9 +184,7 @@ def _layer_spec(
         {} if fused else {"input_layernorm.": f"self_attention.{mixer.metainfo['input_linear']}.layer_norm_"}
     )
     if moe:
-        mlp = get_moe_module_spec_for_backend(
-            backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-        )
+        mlp = moe_layer_spec(config, backend, local=isinstance(backend, LocalBackend))
     else:
         mlp = get_mlp_module_spec_for_backend(backend)
         if not fused:
