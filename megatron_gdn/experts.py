@@ -132,7 +132,7 @@ class GroupedMLP(MegatronModule):
         hidden = self.linear_fc1(x, ends)
         if not (self.recompute_activation and self.training):
             return self.linear_fc2(weighted_swiglu(hidden, probs), ends), None
-        checkpoint = CheckpointWithoutOutput()
+        checkpoint = CheckpointWithoutOutput(fp8=None)  # False would count as fp8
         output = self.linear_fc2(checkpoint.checkpoint(weighted_swiglu, hidden, probs), ends)
         checkpoint.discard_output_and_register_recompute(output)
         return output, None
@@ -203,7 +203,9 @@ class GroupedMLP(MegatronModule):
         for name in ("linear_fc1", "linear_fc2"):
             keys = [f"{prefix}local_experts.{i}.{name}." for i in range(self.num_local_experts)]
             if all(f"{key}weight" in state_dict for key in keys):
-                state_dict[f"{prefix}{name}.weight"] = torch.stack([state_dict.pop(f"{k}weight") for k in keys])
+                state_dict[f"{prefix}{name}.weight"] = torch.stack(
+                    [state_dict.pop(f"{k}weight") for k in keys]
+                )
                 for key in keys:
                     state_dict.pop(f"{key}_extra_state", None)
 

@@ -48,7 +48,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def _backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = _halves(x)
     sigmoid, silu, scaled = gate.sigmoid(), F.silu(gate), grad * weight.unsqueeze(-1)
-    d_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
+    d_gate = scaled * sigmoid * (1 + gate * (1 - sigmoid)) * up
     d_x = torch.cat([d_gate, scaled * silu], -1).to(x.dtype)
     return d_x, (grad * (silu * up)).sum(-1).to(weight.dtype)
 

@@ -1,0 +1,71 @@
+"""Timing on a GPU: medians by CUDA events, what the chip reaches at best, peak memory."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.helpers.distributed import make_groups
+
+
+def milliseconds(function: Callable[[], object], repeats: int = 20, warm_up: int = 10) -> float:
+    """Median of `repeats` runs, each between two CUDA events."""
+    for _ in range(warm_up):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def peak_gib(function: Callable[[], object]) -> float:
+    """Memory that a run needs beyond what was allocated before it, at its peak, GiB."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    """What torch reaches on random bf16 square matrices."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / milliseconds(lambda: a @ b) / 1e9
+
+
+def copy_terabytes() -> float:
+    """Bytes read and written per second by a device copy, TB/s."""
+    a, b = (torch.randn(2**29, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * a.nbytes / milliseconds(lambda: b.copy_(a)) / 1e9
+
+
+def machine() -> list[str]:
+    """A line that names the GPU, and what it reaches."""
+    return [
+        f"- {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; here and now a bf16 product of 8192^3 "
+        f"reaches {matmul_tflops():.0f} TFLOP/s and a device copy {copy_terabytes():.2f} TB/s",
+    ]
+
+
+@contextmanager
+def one_rank(seed: int = 1234) -> Iterator[Any]:
+    """The host's process groups of a single rank, and its random states."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with make_groups() as groups:
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed)
+            yield groups
+    finally:
+        torch.distributed.destroy_process_group()
