@@ -71,7 +71,7 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, self.weight, ends)
 
     def get_extra_state(self) -> None:
-        """Nothing; the host's linears keep such an entry for TransformerEngine, and ask checkpoints for it."""
+        """Nothing; the host's linears keep such an entry for TransformerEngine and ask checkpoints for it."""
 
     def set_extra_state(self, state: object) -> None:
         """Nothing to do with it."""
@@ -84,8 +84,8 @@ def _without_extra_state(state_dict: dict, prefix: str, *_) -> None:
 class GroupedMLP(MegatronModule):
     """SwiGLU experts: fc2(silu(gate) * up * p) with [gate, up] = fc1(x), p the router's weight of the token.
 
-    Takes the place of the host's `SequentialMLP`, gives the same, starts from the same random weights, and has
-    the same checkpoint keys, one shard for each expert.
+    Takes the place of the host's `SequentialMLP`, gives the same, starts from the same random weights, and
+    has the same checkpoint keys, one shard for each expert.
     """
 
     def __init__(self, num_local_experts: int, config, pg_collection=None, name: str | None = None):

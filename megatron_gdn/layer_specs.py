@@ -38,8 +38,9 @@ from megatron_gdn.norms import Float32RMSNorm, RMSNorm
 
 
 class LocalBackend(LocalSpecProvider):
-    """The host's plain-PyTorch backend with norms that are zero-centred and sequence-parallel, and experts
-    that run together.
+    """The host's plain-PyTorch backend with norms that are zero-centred and sequence-parallel.
+
+    Its experts run together.
     """
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:

@@ -1,5 +1,6 @@
 """The model: the host's GPT with Qwen3.5's layers and a loss of multi-token prediction."""
 
+from megatron.core.config_logger import has_config_logger_enabled
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -7,21 +8,19 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MTPLossLoggingHelper,
-    _compute_mtp_acceptance_counts,
-)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from torch import Tensor
 
 from megatron_gdn.layer_specs import mtp_block_spec
 from megatron_gdn.multi_token_prediction import tokens_ahead
+from megatron_gdn.output_layer import OutputLayer
 from megatron_gdn.stream import StreamParams, TokensAhead, cp_group_of
 
 
 class Qwen35Model(GPTModel):
-    """The host's GPT model with a loss of multi-token prediction that does not change with CP ranks.
+    """The host's GPT model with losses that need no logits of the whole vocabulary in memory.
 
+    And with a loss of multi-token prediction that does not change with CP ranks.
     Each depth adds `mtp_loss_scaling_factor / mtp_num_layers` times its mean loss over the targets of the
     microbatch. The host takes each rank's own mean, so that a target weighs more on a rank with fewer.
 
@@ -36,14 +35,18 @@ class Qwen35Model(GPTModel):
             # The embedding is here for multi-token prediction and serves as output weight. On a stage other
             # than the first the host makes one more, which nothing trains and its checkpoints refuse.
             self.output_layer.weight = None
+        if self.post_process:
+            # The host names its class in the constructor; ours has the same state.
+            self.output_layer.__class__ = OutputLayer
 
-    def _postprocess(self, hidden_states: Tensor, **options) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None = None, **options) -> Tensor:
         """Loss per token [B, s]; logits [B, s, vocabulary] without labels; hidden states between stages."""
-        if not self.config.mtp_num_layers:
-            return super()._postprocess(hidden_states, **options)
-        return self._postprocess_mtp(hidden_states, **options)
+        wants_logits = options.get("output_processor") is not None or has_config_logger_enabled(self.config)
+        if not self.config.mtp_num_layers and (labels is None or wants_logits):
+            return super()._postprocess(hidden_states, labels=labels, **options)
+        return self._postprocess_losses(hidden_states, labels=labels, **options)
 
-    def _postprocess_mtp(
+    def _postprocess_losses(
         self,
         hidden_states: Tensor,
         *,
@@ -76,23 +79,29 @@ class Qwen35Model(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
-        def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-            logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
-            return self._scale_logits(logits)
-
         if labels is None:
-            return logits_of(hidden_states, weight).transpose(0, 1).contiguous()
-        hidden_states, *predictions = hidden_states.chunk(1 + self.config.mtp_num_layers)
+            logits, _ = self.output_layer(
+                hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
+            )
+            return self._scale_logits(logits).transpose(0, 1).contiguous()
+        num_depths = self.config.mtp_num_layers or 0
+        hidden_states, *predictions = hidden_states.chunk(1 + num_depths)
         mtp_weight = weight.detach() if self.config.mtp_detach_heads else weight
         cp_size = cp_group_of(packed_seq_params, self.pg_collection.cp).size()
-        for depth, ahead in enumerate(tokens_ahead(packed_seq_params, self.config)):
-            logits = logits_of(predictions[depth], mtp_weight)
-            losses = self.compute_language_model_loss(ahead.labels, logits) * ahead.loss_mask
+        aheads = tokens_ahead(packed_seq_params, self.config) if num_depths else ()
+        for depth, ahead in enumerate(aheads):
+            losses, predicted = self._losses(predictions[depth], mtp_weight, ahead.labels)
+            losses = losses * ahead.loss_mask
             if self.training:
-                self._log_mtp(depth, ahead, cp_size, logits, losses, runtime_gather_output)
+                self._log_mtp(depth, ahead, cp_size, losses, predicted)
             losses = losses * self._mtp_loss_scale(ahead, cp_size)
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses)
-        return self.compute_language_model_loss(labels, logits_of(hidden_states, weight))
+        return self._losses(hidden_states, weight, labels)[0]
+
+    def _losses(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss per token and most likely token, [B, s]."""
+        # A factor of the logits may as well be one of the hidden states.
+        return self.output_layer(self._scale_logits(hidden_states), weight=weight, labels=labels)
 
     def _mtp_loss_scale(self, ahead: TokensAhead, cp_size: int) -> float:
         """Makes the sum over this rank's targets a share of the mean over the microbatch's.
@@ -106,18 +115,11 @@ class Qwen35Model(GPTModel):
         return share * divided_by / max(ahead.num_targets, 1)
 
     def _log_mtp(
-        self,
-        depth: int,
-        ahead: TokensAhead,
-        cp_size: int,
-        logits: Tensor,
-        losses: Tensor,
-        gathered: bool | None,
+        self, depth: int, ahead: TokensAhead, cp_size: int, losses: Tensor, predicted: Tensor
     ) -> None:
         """Tell the host's log the loss and the hits; it averages and sums them over DP and CP ranks."""
-        correct, total = _compute_mtp_acceptance_counts(
-            logits, ahead.labels, ahead.loss_mask, self.output_layer, gathered, self.pg_collection.tp
-        )
+        is_target = ahead.loss_mask.bool()
+        correct, total = ((predicted == ahead.labels) & is_target).sum().float(), is_target.sum().float()
         mean = losses.detach().sum() * (cp_size / max(ahead.num_targets, 1))
         MTPLossLoggingHelper.save_metrics_to_tracker(
             mean,

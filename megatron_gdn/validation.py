@@ -260,6 +260,8 @@ def check_unsupported(args: Any) -> None:
         "--perform-rl-step": args.perform_rl_step,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        # It keeps the gradients of all logits, which our loss never has.
+        "--defer-embedding-wgrad-compute": args.defer_embedding_wgrad_compute,
         "--fp32-residual-connection": args.fp32_residual_connection,
         "--use-rope-scaling": args.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": args.rotary_seq_len_interpolation_factor,

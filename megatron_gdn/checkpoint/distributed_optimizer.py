@@ -28,9 +28,14 @@ def repair_distributed_optimizer() -> None:
     does nothing.
     """
     wrap_method(DistributedOptimizer, "__init__", number_parameters)
+    wrap_method(
+        DistributedOptimizer,
+        "_set_main_param_and_optimizer_states",
+        _set_main_param_and_optimizer_states,
+    )
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return
-    for repair in (state_dict, load_state_dict, _set_main_param_and_optimizer_states):
+    for repair in (state_dict, load_state_dict):
         wrap_method(DistributedOptimizer, repair.__name__, repair)
     wrap_method(ChainedOptimizer, "_synchronize_steps", _synchronize_steps)
 
@@ -85,8 +90,33 @@ def _set_main_param_and_optimizer_states(
     format `fully_reshardable`) or that of the fresh optimizer, zero, which would have Adam correct its
     bias as in the first step (format `dp_reshardable`). In that format the host also copies into views
     of fp32 weights with autograd on, which torch refuses.
+
+    That format stores states by their place among all parameters. Where the parameters are others, as with
+    experts that run one by one, the host takes one's states for another's without a word if only the sizes
+    agree; the weights, which the model has by then loaded by name, tell.
     """
-    original(self, model_param, tensors | {"step": None})  # the host skips what is no tensor
+    _check_same_weights(self, model_param, tensors.get("param"))
+    if _uses_torch_adam(self):
+        tensors = tensors | {"step": None}  # the host skips what is no tensor
+    original(self, model_param, tensors)
+
+
+def _check_same_weights(self: DistributedOptimizer, model_param: nn.Parameter, main_param: Any) -> None:
+    """Refuse states whose fp32 weight is not that of the loaded model.
+
+    An fp32 model has no copy of its weights, so there nothing can tell.
+    """
+    if not isinstance(main_param, Tensor) or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return
+    place = self._get_model_param_range_map(model_param)["param"]
+    weight = model_param.detach().view(-1)[place.start : place.end]
+    if not torch.equal(main_param.to(weight), weight):
+        raise ValueError(
+            "--load: the optimizer's weights are not the model's. Perhaps the optimizer was stored by "
+            "place (without --dist-ckpt-optim-fully-reshardable) and its parameters were others, such as "
+            "experts one by one; load it with the program that saved it and save it again with "
+            "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim."
+        )
 
 
 def _synchronize_steps(original: Callable, self: ChainedOptimizer) -> int | None:

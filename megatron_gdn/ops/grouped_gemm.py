@@ -24,8 +24,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if x.is_cuda and (weight.shape[1] * x.element_size() % 16 or weight.shape[2] * x.element_size() % 16):
         raise ValueError(
-            f"experts of {weight.shape[1]} x {weight.shape[2]} in {x.dtype} have rows that are no multiple of 16 "
-            "bytes; choose --hidden-size and --moe-ffn-hidden-size (divided by "
+            f"experts of {weight.shape[1]} x {weight.shape[2]} in {x.dtype} have rows that are no multiple "
+            "of 16 bytes; choose --hidden-size and --moe-ffn-hidden-size (divided by "
             "--expert-tensor-parallel-size) accordingly."
         )
     if not x.shape[0]:  # torch refuses the gradient of nothing

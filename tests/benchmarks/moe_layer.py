@@ -1,6 +1,6 @@
 """How fast is an MoE layer without TransformerEngine, beside the host's, whose experts run one by one?
 
-python -m tests.benchmarks.moe_layer      on a GPU, from the root of the repository; writes results/moe_layer.md
+python -m tests.benchmarks.moe_layer    on a GPU, from the root of the repository; writes results/moe_layer.md
 
 Exit status 1 if a bound is missed.
 """
@@ -125,7 +125,8 @@ def measure(groups) -> int:
         layer.zero_grad()
         peaks[name] = peak_gib(run)
         print(f"{name}: {times[name]:.2f} ms, {peaks[name]:.2f} GiB", flush=True)
-        split = parts(layer, tokens) if name == "ours" else split
+        if not host:
+            split = parts(layer, tokens)
         del layer, run
         torch.cuda.empty_cache()
     rates = {name: work / ms for name, ms in times.items()}
@@ -139,9 +140,10 @@ def measure(groups) -> int:
         [
             "# The MoE layer without TransformerEngine",
             "",
-            f"{TOKENS:,} tokens of 2048 in bf16, 256 experts of 512, 8 for each token, one shared expert; forward "
-            "and backward of the whole layer with its router, one rank. Host: megatron-core's layer with its local "
-            "backend, one expert after another. Peak: beyond weights and input, weight gradients included. "
+            f"{TOKENS:,} tokens of 2048 in bf16, 256 experts of 512, 8 for each token, a shared expert; "
+            "forward and backward of the whole layer with its router, one rank. Host: megatron-core's layer "
+            "with its local backend, one expert after another. Peak: beyond weights and input, with weight "
+            "gradients. "
             f"Bounds: at least {TIMES_FASTER:g} times the host's speed ({faster:.1f} here), at least "
             f"{SHARE_OF_MATMUL:.0%} of the matmul rate measured in this run ({ceiling:.0f} TFLOP/s).",
             "",

@@ -1,4 +1,4 @@
-"""The MoE layer on one rank and on several: experts, expert tensor parallelism, routers that leave experts idle."""
+"""The MoE layer on one rank and on several, with routers that leave experts and whole ranks idle."""
 
 import pytest
 import torch
@@ -194,7 +194,7 @@ def start_weights(rank, world_size, sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_experts_start_like_the_hosts(sizes):
-    """Same random numbers, same attributes for data and tensor parallelism, and the host's state dict loads."""
+    """Same random numbers and attributes for data and tensor parallelism; the host's state dict loads."""
     run_ranks(start_weights, ranks_of(SIZES[sizes]), SIZES[sizes])
 
 
@@ -222,15 +222,12 @@ def test_dispatcher_is_ours_where_it_applies(overrides, ours):
     ("overrides", "flag"),
     [
         ({"gated_linear_unit": False}, "--swiglu"),
-        ({"activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False}, "--swiglu"),
+        ({"activation_func": torch.nn.functional.gelu}, "--swiglu"),
         (
             {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
             "--moe-apply-probs-on-input",
         ),
-        (
-            {"activation_func_clamp_value": 7.0, "bias_activation_fusion": False},
-            "--activation-func-clamp-value",
-        ),
+        ({"activation_func_clamp_value": 7.0}, "--activation-func-clamp-value"),
     ],
 )
 def test_experts_refuse_what_they_would_ignore(overrides, flag):

@@ -1,4 +1,4 @@
-"""Products, sums of rows and SwiGLU of experts against plain fp64; on a GPU their kernels, in bf16 and fp32."""
+"""Products, sums of rows and SwiGLU of experts against plain fp64; on a GPU their kernels too."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_grouped_linear_refuses_unaligned_rows():
 @pytest.mark.parametrize("shape", ((37, 8, 3, 40), (64, 4, 1, 33), (5, 300, 10, 16)))
 @pytest.mark.parametrize("machine", MACHINES)
 def test_tokens_to_experts_and_back(machine, shape):
-    """Rows are those of a stable sort by expert; the way there and the way back have each other's gradients."""
+    """Rows are those of a stable sort by expert; sums of rows there and back have the right gradients."""
     num_tokens, num_experts, topk, width = shape
     routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
     chosen = torch.rand(num_tokens, num_experts).topk(topk).indices

@@ -192,6 +192,7 @@ QWEN35 = {
     ("changes", "words"),
     [
         ({"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer is not supported"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute is not supported"),
         ({"use_rope_scaling": True}, "--use-rope-scaling is not supported"),
         ({"dataloader_type": "external"}, "--dataloader-type external"),
         ({"tokenizer": "byte", "tokenizer_type": "NullTokenizer"}, "--tokenizer-type beside --tokenizer"),
