@@ -1,14 +1,17 @@
 """The host's MoE layer, whose tokens reach their experts without atomic additions and without waiting."""
 
+import dataclasses
 from functools import partial
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe import moe_layer as host
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megatron_gdn.ops.router_logits import router_logits
 from megatron_gdn.ops.row_sums import sum_rows
 
 
@@ -99,6 +102,17 @@ def sort_by_expert(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor, Tens
     return token[order], expert, rows.view(-1, topk)
 
 
+class Router(TopKRouter):
+    """The host's router; parameters and keys are the host's."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits in the router's dtype; in fp32 from a bf16 model on tensor cores, as exact as in fp32."""
+        model_dtype = {input.dtype, self.weight.dtype}
+        if self.config.moe_router_dtype != "fp32" or model_dtype != {torch.bfloat16} or self.bias is not None:
+            return super().gating(input)
+        return router_logits(input, self.weight)
+
+
 class MoELayer(host.MoELayer):
     """The host's MoE layer with our dispatcher where it applies.
 
@@ -134,4 +148,6 @@ def moe_layer_spec(config, backend: BackendSpecProvider, local: bool) -> partial
     spec = get_moe_module_spec_for_backend(
         backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    return partial(MoELayer, **spec.keywords) if local else spec
+    if not local:
+        return spec
+    return partial(MoELayer, submodules=dataclasses.replace(spec.keywords["submodules"], router=Router))

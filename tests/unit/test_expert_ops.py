@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megatron_gdn.moe_layer import sort_by_expert
 from megatron_gdn.ops.grouped_gemm import grouped_linear
+from megatron_gdn.ops.router_logits import router_logits
 from megatron_gdn.ops.row_sums import sum_rows
 from megatron_gdn.ops.swiglu import weighted_swiglu
 from tests.helpers.cases import EXACT, FP32_TRUTH
@@ -13,6 +14,8 @@ from tests.helpers.compare import assert_close
 
 BF16 = 4e-3
 """Rounding of a bf16 result, 2^-9 of its size at most, and of the products' operands."""
+ROUNDED_ONCE = 1.8e-3
+"""2^-9 at most for each number, 2^-9 / sqrt(3) on average; a bf16 upstream gradient would add its own."""
 MACHINES = [
     pytest.param(("cpu", torch.float32), id="cpu-fp32"),
     pytest.param(("cpu", torch.bfloat16), id="cpu-bf16"),
@@ -102,3 +105,18 @@ def test_weighted_swiglu(machine, shape):
     weighted_swiglu(x.to(machine[0]), weight).backward(upstream.to(machine[0]))
     truth(x.double()).backward(upstream.double())
     assert_close("d weight", weight.grad, exact.grad, FP32_TRUTH, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("machine", [each for each in MACHINES if each.id.endswith("bf16")])
+def test_router_logits(machine):
+    """fp32 logits of bf16 tokens are as exact as in fp32; their gradients are rounded to bf16 once."""
+    tokens, weight = torch.randn(40, 3, 256).bfloat16(), torch.randn(16, 256).bfloat16()
+    mine = [x.to(machine[0]).detach().requires_grad_() for x in (tokens, weight)]
+    exact = [x.double().requires_grad_() for x in (tokens, weight)]
+    upstream = torch.randn(40, 3, 16)
+    got, want = router_logits(*mine), exact[0] @ exact[1].t()
+    assert_close("logits", got, want, FP32_TRUTH, dtype=torch.float32)
+    got.backward(upstream.to(machine[0]))
+    want.backward(upstream.double())
+    for name, x, truth in zip(("tokens", "weight"), mine, exact, strict=True):
+        assert_close(f"d {name}", x.grad, truth.grad, ROUNDED_ONCE, dtype=torch.bfloat16)
