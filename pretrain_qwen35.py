@@ -271,6 +271,7 @@ def forward_step(data_iterator, model):
         microbatch.position_ids,
         None,
         labels=microbatch.labels,
+        loss_mask=microbatch.loss_mask,
         packed_seq_params=microbatch.params,
     )
     return output, functools.partial(loss_func, microbatch)

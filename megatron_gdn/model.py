@@ -20,12 +20,15 @@ from megatron_gdn.stream import StreamParams, TokensAhead, cp_group_of
 class Qwen35Model(GPTModel):
     """The host's GPT model with losses that need no logits of the whole vocabulary in memory.
 
-    And with a loss of multi-token prediction that does not change with CP ranks.
+    The loss of multi-token prediction does not change with the number of CP ranks.
     Each depth adds `mtp_loss_scaling_factor / mtp_num_layers` times its mean loss over the targets of the
     microbatch. The host takes each rank's own mean, so that a target weighs more on a rank with fewer.
 
     With --calculate-per-token-loss the loss function must give the host three values (loss, tokens,
     report), as that of pretrain_qwen35.py does; without, two (mean loss over the stream, report) do too.
+
+    `loss_mask` given to the model makes the loss cheaper, and must be what the losses are then weighed with
+    (`OutputLayer.forward`).
     """
 
     def __init__(self, *args, **kwargs):
@@ -55,6 +58,7 @@ class Qwen35Model(GPTModel):
         attention_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         packed_seq_params: StreamParams | None = None,
+        loss_mask: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         extra_block_kwargs: dict | None = None,
         output_processor=None,
@@ -90,18 +94,30 @@ class Qwen35Model(GPTModel):
         cp_size = cp_group_of(packed_seq_params, self.pg_collection.cp).size()
         aheads = tokens_ahead(packed_seq_params, self.config) if num_depths else ()
         for depth, ahead in enumerate(aheads):
-            losses, predicted = self._losses(predictions[depth], mtp_weight, ahead.labels)
+            losses, predicted = self._losses(
+                predictions[depth], mtp_weight, ahead.labels, ahead.loss_mask, predict=self.training
+            )
             losses = losses * ahead.loss_mask
             if self.training:
                 self._log_mtp(depth, ahead, cp_size, losses, predicted)
             losses = losses * self._mtp_loss_scale(ahead, cp_size)
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses)
-        return self._losses(hidden_states, weight, labels)[0]
+        return self._losses(hidden_states, weight, labels, loss_mask)[0]
 
-    def _losses(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss per token and most likely token, [B, s]."""
+    def _losses(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        predict: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss per token and, if wanted, most likely token, [B, s]."""
         # A factor of the logits may as well be one of the hidden states.
-        return self.output_layer(self._scale_logits(hidden_states), weight=weight, labels=labels)
+        hidden_states = self._scale_logits(hidden_states)
+        return self.output_layer(
+            hidden_states, weight=weight, labels=labels, loss_mask=loss_mask, predict=predict
+        )
 
     def _mtp_loss_scale(self, ahead: TokensAhead, cp_size: int) -> float:
         """Makes the sum over this rank's targets a share of the mean over the microbatch's.

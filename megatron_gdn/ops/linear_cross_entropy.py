@@ -1,8 +1,8 @@
 """Cross entropy of an output layer over a part of the vocabulary, never with all logits in memory.
 
-Logits are made for a block of the vocabulary at a time, once to sum their exponentials and once more for
-the gradients; a block is rounded to the activations' dtype, as whole logits would be, and everything after
-that is fp32. Blocks of the vocabulary, not of tokens: the gradient of a row of the weight is one product.
+Logits are made block by block: for all tokens and some of the vocabulary, or for some tokens and all of the
+vocabulary. A block is rounded to the activations' dtype, as whole logits would be, and everything after that
+is fp32.
 
 Method: the running maximum and sum of Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_BYTES = 2**29
+BLOCK_BYTES = 2**30
 """Memory of one block of logits."""
+BLOCK_STEP = 128
+"""Tokens or vocabulary of a block are a multiple of this, which suits matrix products."""
 
 
 class VocabStatistics(NamedTuple):
@@ -27,31 +29,45 @@ class VocabStatistics(NamedTuple):
     """Of exp(logit - maximum)."""
     target: Tensor
     """Logit of the label; minus infinity where the label is not in this part of the vocabulary."""
-    best: Tensor
-    """First place of the maximum, int64."""
+    best: Tensor | None
+    """First place of the maximum, int64, where it is wanted."""
+
+    @classmethod
+    def of_nothing(cls, labels: Tensor, dtype: torch.dtype, with_best: bool) -> "VocabStatistics":
+        """Of no logits yet."""
+        low = torch.full(labels.shape, -torch.inf, dtype=dtype, device=labels.device)
+        return cls(low, torch.zeros_like(low), low.clone(), torch.zeros_like(labels) if with_best else None)
 
 
-def vocab_statistics(hidden: Tensor, weight: Tensor, labels: Tensor) -> VocabStatistics:
-    """Statistics of the logits `hidden @ weight.T`, not differentiable.
+def blocks(length: int, bytes_each: int) -> Iterator[slice]:
+    """Equal slices of `length` tokens or rows, of which each has `bytes_each` in logits."""
+    most = max(BLOCK_BYTES // max(bytes_each, 1), BLOCK_STEP)
+    count = max(-(-length // most), 1)
+    size = max(-(-length // (count * BLOCK_STEP)), 1) * BLOCK_STEP
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def vocab_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, with_best: bool) -> VocabStatistics:
+    """Statistics of the logits `hidden @ weight.T`, a block of the vocabulary after another.
 
     Args:
         hidden: [T, H], any floating dtype.
         weight: [V, H], hidden's dtype.
         labels: [T], int64; outside 0 .. V-1 where the label is in another part of the vocabulary.
+        with_best: whether the place of the maximum is wanted.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    maximum, target = (hidden.new_full((len(hidden),), -torch.inf, dtype=dtype) for _ in range(2))
-    statistics = VocabStatistics(maximum, torch.zeros_like(maximum), target, torch.zeros_like(labels))
-    for start, rows in _blocks(weight, len(hidden)):
-        logits = hidden @ rows.t()
-        (_launch_statistics if hidden.is_cuda else _add_statistics)(logits, labels, start, statistics)
+    statistics = VocabStatistics.of_nothing(labels, dtype, with_best)
+    for rows in blocks(len(weight), len(hidden) * hidden.element_size()):
+        add_statistics(hidden @ weight[rows].t(), labels, rows.start, statistics)
     return statistics
 
 
 def vocab_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, log_sum_exp: Tensor, upstream: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of sum(upstream * (log_sum_exp - logit of the label)).
+    """Gradients of sum(upstream * (log_sum_exp - logit of label)), a block of the vocabulary after another.
 
     Args:
         hidden: [T, H].
@@ -66,34 +82,55 @@ def vocab_gradients(
     """
     d_hidden = torch.zeros_like(hidden, dtype=log_sum_exp.dtype)
     d_weight = torch.empty_like(weight) if with_weight else None
-    for start, rows in _blocks(weight, len(hidden)):
-        logits = hidden @ rows.t()
-        (_launch_gradients if hidden.is_cuda else _turn_to_gradients)(
-            logits, labels, start, log_sum_exp, upstream
-        )
+    for rows in blocks(len(weight), len(hidden) * hidden.element_size()):
+        logits = hidden @ weight[rows].t()
+        turn_to_gradients(logits, labels, rows.start, log_sum_exp, upstream)
         if d_weight is not None:
-            torch.mm(logits.t(), hidden, out=d_weight[start : start + len(rows)])
-        if hidden.is_cuda and hidden.dtype != d_hidden.dtype:
-            torch.addmm(d_hidden, logits, rows, out_dtype=d_hidden.dtype, out=d_hidden)
-        else:
-            d_hidden += logits @ rows
+            torch.mm(logits.t(), hidden, out=d_weight[rows])
+        add_product(d_hidden, logits, weight[rows])
     return d_hidden, d_weight
 
 
-def _blocks(weight: Tensor, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of equal blocks of the weight, each a multiple of 128 rows but for the last."""
-    most = max(BLOCK_BYTES // (max(num_tokens, 1) * weight.element_size()), 128)
-    count = -(-len(weight) // most)
-    size = -(-len(weight) // (count * 128)) * 128
-    for start in range(0, len(weight), size):
-        yield start, weight[start : start + size]
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype (fp32) whatever that of `a` and `b`."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def add_statistics(logits: Tensor, labels: Tensor, start: int, so_far: VocabStatistics) -> None:
+    """Update `so_far` by the logits [T, C] of the vocabulary from `start` on."""
+    if not logits.is_cuda:
+        _add_statistics(logits, labels, start, so_far)
+    elif logits.numel():
+        num_tokens, width = logits.shape
+        block = min(triton.next_power_of_2(width), 4096)
+        with_best = so_far.best is not None
+        _statistics_kernel[(num_tokens,)](
+            logits, labels, *so_far, start, width, block, with_best, num_warps=8
+        )
+
+
+def turn_to_gradients(
+    logits: Tensor, labels: Tensor, start: int, log_sum_exp: Tensor, upstream: Tensor
+) -> None:
+    """Put the gradients of the logits [T, C] of the vocabulary from `start` on in their place."""
+    if not logits.is_cuda:
+        _turn_to_gradients(logits, labels, start, log_sum_exp, upstream)
+    elif logits.numel():
+        num_tokens, width = logits.shape
+        block = min(triton.next_power_of_2(width), 4096)
+        grid = (num_tokens, triton.cdiv(width, block))
+        _gradients_kernel[grid](logits, labels, log_sum_exp, upstream, start, width, block, num_warps=8)
 
 
 def _add_statistics(logits: Tensor, labels: Tensor, start: int, so_far: VocabStatistics) -> None:
     logits = logits.to(so_far.maximum.dtype)
     block_maximum, place = logits.max(-1)
-    better = block_maximum > so_far.maximum
-    so_far.best.copy_(torch.where(better, place + start, so_far.best))
+    if so_far.best is not None:
+        better = block_maximum > so_far.maximum
+        so_far.best.copy_(torch.where(better, place + start, so_far.best))
     maximum = torch.maximum(block_maximum, so_far.maximum)
     so_far.sum_exp.mul_((so_far.maximum - maximum).exp()).add_((logits - maximum.unsqueeze(-1)).exp().sum(-1))
     so_far.maximum.copy_(maximum)
@@ -112,39 +149,39 @@ def _turn_to_gradients(
     logits.copy_(grads * upstream.unsqueeze(-1))
 
 
-def _launch_statistics(logits: Tensor, labels: Tensor, start: int, so_far: VocabStatistics) -> None:
-    num_tokens, width = logits.shape
-    if num_tokens:
-        block = min(triton.next_power_of_2(width), 4096)
-        _statistics_kernel[(num_tokens,)](logits, labels, *so_far, start, width, block, num_warps=8)
-
-
-def _launch_gradients(
-    logits: Tensor, labels: Tensor, start: int, log_sum_exp: Tensor, upstream: Tensor
-) -> None:
-    num_tokens, width = logits.shape
-    if num_tokens:
-        block = min(triton.next_power_of_2(width), 4096)
-        grid = (num_tokens, triton.cdiv(width, block))
-        _gradients_kernel[grid](logits, labels, log_sum_exp, upstream, start, width, block, num_warps=8)
-
-
 @triton.jit
-def _statistics_kernel(logits, labels, maximum, sum_exp, target, best, start, width, block: tl.constexpr):
+def _statistics_kernel(
+    logits,
+    labels,
+    maximum,
+    sum_exp,
+    target,
+    best,
+    start,
+    width,
+    block: tl.constexpr,
+    with_best: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * width
-    high, total, place = tl.load(maximum + token), tl.load(sum_exp + token), tl.load(best + token)
+    high, total = tl.load(maximum + token), tl.load(sum_exp + token)
+    if with_best:
+        place = tl.load(best + token)
     for first in range(0, width, block):
         columns = first + tl.arange(0, block)
         x = tl.load(row + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
-        block_high, at = tl.max(x, axis=0, return_indices=True)
-        place = tl.where(block_high > high, (start + first + at).to(tl.int64), place)
+        if with_best:
+            block_high, at = tl.max(x, axis=0, return_indices=True)
+            place = tl.where(block_high > high, (start + first + at).to(tl.int64), place)
+        else:
+            block_high = tl.max(x, axis=0)
         new_high = tl.maximum(high, block_high)
         total = total * tl.exp(high - new_high) + tl.sum(tl.exp(x - new_high), axis=0)
         high = new_high
     tl.store(maximum + token, high)
     tl.store(sum_exp + token, total)
-    tl.store(best + token, place)
+    if with_best:
+        tl.store(best + token, place)
     at_label = tl.load(labels + token) - start
     if (at_label >= 0) & (at_label < width):
         tl.store(target + token, tl.load(row + at_label).to(tl.float32))

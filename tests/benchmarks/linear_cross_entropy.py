@@ -23,7 +23,7 @@ TIMES = 1.1
 EXTRA_GIB = 4.0
 
 
-def layers(groups) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+def layers(groups, loss_mask: Tensor) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Hidden states and labels to losses [B, s], by name; all with one weight."""
     config = Qwen35Config.from_size(
         "35b-a3b", params_dtype=torch.bfloat16, bf16=True, transformer_impl="local"
@@ -42,7 +42,8 @@ def layers(groups) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
         return vocab_parallel_cross_entropy(logits, labels, tp_group=group)
 
     return {
-        "ours": lambda hidden, labels: ours(hidden, labels=labels)[0],
+        "ours": lambda hidden, labels: ours(hidden, labels=labels, loss_mask=loss_mask)[0],
+        "ours, any upstream gradient": lambda hidden, labels: ours(hidden, labels=labels)[0],
         "host": whole(unfused),
         "host, --cross-entropy-loss-fusion": whole(fused_vocab_parallel_cross_entropy),
     }, ours.weight
@@ -56,10 +57,11 @@ def main() -> int:
 
 def measure(groups) -> int:
     """The table, on one rank's groups."""
-    functions, weight = layers(groups)
     hidden = torch.randn(TOKENS, 1, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(VOCAB, (1, TOKENS), device="cuda")
-    upstream = torch.rand(1, TOKENS, device="cuda")
+    loss_mask = (torch.rand(1, TOKENS, device="cuda") > 0.1).float()
+    upstream = loss_mask / loss_mask.sum()
+    functions, weight = layers(groups, loss_mask)
     ceiling = matmul_tflops()
     floor = 6 * TOKENS * HIDDEN * VOCAB / ceiling / 1e9
     times, forwards, peaks, results = {}, {}, {}, {}
@@ -85,10 +87,17 @@ def measure(groups) -> int:
             print(f"{name}: gradient differs from the host's by {error:.1e}", flush=True)
             if not error < 2e-2:
                 raise RuntimeError(f"the gradients of {name} differ from the host's")
-    best = min(ms for name, ms in times.items() if name != "ours")
+    best = min(ms for name, ms in times.items() if name.startswith("host"))
     missed = times["ours"] > TIMES * best or peaks["ours"] > EXTRA_GIB
     rows = [
-        [name, f"{forwards[name]:.1f}", f"{ms:.1f}", f"{ms / times['ours']:.2f}", f"{peaks[name]:.2f}"]
+        [
+            name,
+            f"{forwards[name]:.1f}",
+            f"{ms:.1f}",
+            f"{ms / times['ours']:.2f}",
+            f"{ms / floor:.2f}",
+            f"{peaks[name]:.2f}",
+        ]
         for name, ms in times.items()
     ]
     text = "\n".join(
@@ -96,16 +105,20 @@ def measure(groups) -> int:
             "# The loss without whole logits",
             "",
             f"{TOKENS:,} tokens of {HIDDEN} and a vocabulary of {VOCAB:,}, bf16, one rank; output layer and "
-            "cross entropy of each token, forward and backward, with an upstream gradient for each token. "
-            "Extra memory: the peak beyond input, weight and their gradients. The three products that whole "
-            f"logits need take {floor:.0f} ms at the matmul rate measured in this run; ours makes the logits "
-            f"twice, four products, {4 * floor / 3:.0f} ms. Bounds: at most {TIMES:g} times the time of the "
-            f"faster host ({times['ours'] / best:.2f} here), at most {EXTRA_GIB:g} GiB.",
+            "cross entropy of each token, forward and backward, a tenth of the tokens masked. Extra memory: the "
+            "peak beyond input, weight and their gradients. Ceiling: the three products that any way needs take "
+            f"{floor:.0f} ms at the matmul rate measured in this run. Ours knows the mask in the forward pass, as "
+            "in training; where it does not, it makes the logits twice, a fourth product. Bounds: at most "
+            f"{TIMES:g} times the time of the faster of the host's ({times['ours'] / best:.2f} here), at most "
+            f"{EXTRA_GIB:g} GiB.",
             "",
             *provenance("python -m tests.benchmarks.linear_cross_entropy"),
             *machine(),
             "",
-            table(["loss", "forward, ms", "both, ms", "over ours", "extra memory, GiB"], rows),
+            table(
+                ["loss", "forward, ms", "both, ms", "over ours", "over the ceiling", "extra memory, GiB"],
+                rows,
+            ),
         ]
     )
     print(text)

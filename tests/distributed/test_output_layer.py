@@ -42,11 +42,20 @@ def make_layer(groups, weight, *, sequence_parallel, dtype=torch.float32, host=F
     return layer
 
 
-def check_layer(rank, world_size, sequence_parallel, dtype):
-    linear_cross_entropy.BLOCK_BYTES = 1  # blocks of 128 rows
+def use_small_blocks():
+    """Blocks of 4 tokens, or 4 rows of the weight."""
+    linear_cross_entropy.BLOCK_BYTES, linear_cross_entropy.BLOCK_STEP = 1, 4
+
+
+def check_layer(rank, world_size, sequence_parallel, dtype, masked):
+    use_small_blocks()
     hidden = (torch.randn(S, B, HIDDEN) / HIDDEN**0.5).to(dtype)
     weight, upstream = (4 * torch.randn(VOCAB, HIDDEN)).to(dtype), torch.randn(B, S)
     labels = torch.randint(VOCAB, (B, S))
+    loss_mask = None
+    if masked:  # not all zeros and ones
+        loss_mask = torch.rand(B, S) * (torch.rand(B, S) > 0.3)
+        upstream = -0.37 * loss_mask
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     logits = (exact[0] @ exact[1].t()).transpose(0, 1)
     want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(B, S)
@@ -54,7 +63,8 @@ def check_layer(rank, world_size, sequence_parallel, dtype):
     with make_groups(tp=world_size) as groups:
         layer = make_layer(groups, weight, sequence_parallel=sequence_parallel, dtype=dtype)
         mine = hidden.chunk(world_size)[rank].clone() if sequence_parallel else hidden.clone()
-        losses, best = layer(mine.requires_grad_(), labels=labels)
+        losses, best = layer(mine.requires_grad_(), labels=labels, loss_mask=loss_mask, predict=True)
+        assert layer(mine, labels=labels, loss_mask=loss_mask)[1] is None
         losses.backward(upstream)
         d_hidden, d_weight = exact[0].grad, exact[1].grad.chunk(world_size)[rank]
         if sequence_parallel:
@@ -75,11 +85,35 @@ def check_layer(rank, world_size, sequence_parallel, dtype):
                 assert_no_worse(name, got[name], hosts[name], truth, BF16_FACTOR)
 
 
+@pytest.mark.parametrize("masked", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(("tp", "sequence_parallel"), ((1, False), (2, False), (2, True), (4, True)))
-def test_losses_match_reference(tp, sequence_parallel, dtype):
+def test_losses_match_reference(tp, sequence_parallel, dtype, masked):
     """Losses, predictions, gradients for random upstream gradients; in bf16 no further off than the host."""
-    run_ranks(check_layer, tp, sequence_parallel, dtype)
+    run_ranks(check_layer, tp, sequence_parallel, dtype, masked)
+
+
+def check_promises(rank, world_size, upstream_of):
+    with make_groups() as groups:
+        layer = make_layer(groups, torch.randn(VOCAB, HIDDEN), sequence_parallel=False)
+        hidden = torch.randn(S, B, HIDDEN, requires_grad=True)
+        loss_mask = (torch.rand(B, S) > 0.5).float()
+        losses, _ = layer(hidden, labels=torch.randint(VOCAB, (B, S)), loss_mask=loss_mask)
+        losses.backward(upstream_of(loss_mask))
+        return hidden.grad.abs().sum().item(), layer.weight.grad.abs().sum().item()
+
+
+def test_broken_promise_is_an_error():
+    """Losses that are weighed otherwise than with loss_mask have no gradient."""
+    for upstream_of in (torch.ones_like, lambda mask: mask * torch.arange(S), lambda mask: 1 - mask):
+        with pytest.raises(AssertionError, match="no multiple of sum"):
+            run_ranks(check_promises, 1, upstream_of)
+
+
+def test_kept_promise_with_nothing_to_learn():
+    """A loss that does not count at all has a gradient, zero."""
+    assert run_ranks(check_promises, 1, torch.zeros_like) == [(0.0, 0.0)]
+    assert min(run_ranks(check_promises, 1, lambda mask: 3e-9 * mask)[0]) > 0
 
 
 def check_borders(rank, world_size):
@@ -90,7 +124,7 @@ def check_borders(rank, world_size):
         layer = make_layer(groups, weight, sequence_parallel=False)
         hidden = torch.rand(6, 1, HIDDEN, requires_grad=True)
         labels = torch.tensor([[0, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1, -100, VOCAB]])
-        losses, best = layer(hidden, labels=labels)
+        losses, best = layer(hidden, labels=labels, predict=True)
         logits = (hidden @ weight.t()).transpose(0, 1)
         want = F.cross_entropy(logits[0, :4], labels[0, :4], reduction="none")
         assert_close("losses", losses[0, :4], want, FP32_TRUTH)
@@ -137,9 +171,9 @@ def build_model(kind, groups, state, tied):
     return model
 
 
-def check_model(rank, world_size, tp, tied):
+def check_model(rank, world_size, tp, tied, masked):
     """The host's model makes all logits and their cross entropy; ours has the same loss and gradients."""
-    linear_cross_entropy.BLOCK_BYTES = 1
+    use_small_blocks()
     case = PACKINGS["borders_off_spans"]
     with make_groups(tp=tp, cp=world_size // tp) as groups:
         cp, cp_rank = groups.cp.size(), groups.cp.rank()
@@ -153,8 +187,14 @@ def check_model(rank, world_size, tp, tied):
         assert host.state_dict().keys() == ours.state_dict().keys()
         losses = {}
         for name, model in (("host", host), ("ours", ours)):
-            model.train()
-            out = model(parts[0], parts[2], None, labels=parts[1], packed_seq_params=params)
+            out = model(
+                parts[0],
+                parts[2],
+                None,
+                labels=parts[1],
+                packed_seq_params=params,
+                loss_mask=upstream if masked else None,
+            )
             out.backward(upstream)
             losses[name] = out
         assert_close("losses", losses["ours"], losses["host"], FP32_SHARDED)
@@ -166,11 +206,11 @@ def check_model(rank, world_size, tp, tied):
         assert relative_rms(asked[1], asked[0]) == 0
 
 
-@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize(("tied", "masked"), ((False, False), (True, True)))
 @pytest.mark.parametrize(("ranks", "tp"), ((1, 1), (2, 2), (2, 1)))
-def test_model_has_the_hosts_loss(ranks, tp, tied):
+def test_model_has_the_hosts_loss(ranks, tp, tied, masked):
     """Tensor and sequence parallel, context parallel, tied embeddings; and logits for who asks for them."""
-    run_ranks(check_model, ranks, tp, tied)
+    run_ranks(check_model, ranks, tp, tied, masked)
 
 
 def hooks_called(rank, world_size):

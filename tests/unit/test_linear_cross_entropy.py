@@ -20,7 +20,7 @@ T, H = 37, 64
 
 
 @pytest.fixture
-def blocks(monkeypatch, request):
+def small_blocks(monkeypatch):
     """Blocks of 128 rows of the weight."""
     monkeypatch.setattr(linear_cross_entropy, "BLOCK_BYTES", 1)
 
@@ -36,10 +36,13 @@ def make_inputs(vocab: int, machine):
 
 @pytest.mark.parametrize("vocab", (7, 128, 300, 1000))
 @pytest.mark.parametrize("machine", MACHINES)
-def test_statistics(machine, vocab, blocks):
+def test_statistics(machine, vocab, small_blocks):
     """Maximum, its place, sum of exponentials, and the label's logit where there is one."""
     hidden, weight, labels = make_inputs(vocab, machine)
-    got = vocab_statistics(hidden, weight, labels)
+    got = vocab_statistics(hidden, weight, labels, True)
+    without = vocab_statistics(hidden, weight, labels, False)
+    assert without.best is None
+    assert all(torch.equal(x, y) for x, y in zip(got[:3], without[:3], strict=True))
     logits = (hidden @ weight.t()).double().cpu()
     labels = labels.cpu()
     maximum = logits.amax(-1)
@@ -55,20 +58,20 @@ def test_statistics(machine, vocab, blocks):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_best_is_the_first_of_equals(machine, blocks):
+def test_best_is_the_first_of_equals(machine, small_blocks):
     """Equal logits in one block and in several."""
     weight = torch.zeros(500, 8)
     weight[[3, 5, 499], 0] = 2.0
     weight[[200, 201, 400], 1] = 2.0
     device, dtype = machine
     hidden, labels = torch.eye(8)[[0, 1, 2]], torch.zeros(3, dtype=torch.int64)
-    got = vocab_statistics(hidden.to(device, dtype), weight.to(device, dtype), labels.to(device))
+    got = vocab_statistics(hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), True)
     assert got.best.tolist() == [3, 200, 0]
 
 
 @pytest.mark.parametrize("vocab", (7, 300, 1000))
 @pytest.mark.parametrize("machine", MACHINES)
-def test_gradients(machine, vocab, blocks):
+def test_gradients(machine, vocab, small_blocks):
     """Of a sum with random weights; a label that is elsewhere leaves the softmax alone."""
     hidden, weight, labels = make_inputs(vocab, machine)
     upstream = torch.randn(T)
@@ -88,11 +91,13 @@ def test_gradients(machine, vocab, blocks):
     assert vocab_gradients(hidden, weight, labels, *rest, False)[1] is None
 
 
-@pytest.mark.parametrize(("tokens", "vocab", "size"), ((32_768, 248_320, 8064), (1, 100, 128), (0, 100, 128)))
-def test_blocks(tokens, vocab, size):
-    """Half a GiB of bf16 logits, in equal blocks, and every row once."""
-    weight = torch.empty(vocab, 1, dtype=torch.bfloat16)
-    blocks = list(linear_cross_entropy._blocks(weight, tokens))
-    assert [start for start, _ in blocks] == list(range(0, vocab, size))
-    assert sum(len(rows) for _, rows in blocks) == vocab
-    assert size * tokens * 2 <= linear_cross_entropy.BLOCK_BYTES
+@pytest.mark.parametrize(
+    ("length", "bytes_each", "size"),
+    [(248_320, 2 * 32_768, 15_616), (32_768, 2 * 248_320, 2048), (100, 2, 128), (0, 2, 128)],
+)
+def test_blocks(length, bytes_each, size):
+    """At most a GiB of logits, in equal blocks, and every row once."""
+    made = list(linear_cross_entropy.blocks(length, bytes_each))
+    assert [block.start for block in made] == list(range(0, length, size))
+    assert [block.stop for block in made] == [min(start + size, length) for start in range(0, length, size)]
+    assert size * bytes_each <= linear_cross_entropy.BLOCK_BYTES
