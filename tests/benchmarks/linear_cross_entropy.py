@@ -105,12 +105,12 @@ def measure(groups) -> int:
             "# The loss without whole logits",
             "",
             f"{TOKENS:,} tokens of {HIDDEN} and a vocabulary of {VOCAB:,}, bf16, one rank; output layer and "
-            "cross entropy of each token, forward and backward, a tenth of the tokens masked. Extra memory: the "
-            "peak beyond input, weight and their gradients. Ceiling: the three products that any way needs take "
-            f"{floor:.0f} ms at the matmul rate measured in this run. Ours knows the mask in the forward pass, as "
-            "in training; where it does not, it makes the logits twice, a fourth product. Bounds: at most "
-            f"{TIMES:g} times the time of the faster of the host's ({times['ours'] / best:.2f} here), at most "
-            f"{EXTRA_GIB:g} GiB.",
+            "cross entropy of each token, forward and backward, a tenth of the tokens masked. Extra memory: "
+            "the peak beyond input, weight and their gradients. Ceiling: the three products that any way "
+            f"needs take {floor:.0f} ms at the matmul rate measured in this run. Ours knows the mask in the "
+            "forward pass, as in training; where it does not, it makes the logits twice, a fourth product. "
+            f"Bounds: at most {TIMES:g} times the time of the faster of the host's ({times['ours'] / best:.2f} "
+            f"here), at most {EXTRA_GIB:g} GiB.",
             "",
             *provenance("python -m tests.benchmarks.linear_cross_entropy"),
             *machine(),
