@@ -109,7 +109,7 @@ def measure(groups) -> int:
             "the peak beyond input, weight and their gradients. Ceiling: the three products that any way "
             f"needs take {floor:.0f} ms at the matmul rate measured in this run. Ours knows the mask in the "
             "forward pass, as in training; where it does not, it makes the logits twice, a fourth product. "
-            f"Bounds: at most {TIMES:g} times the time of the faster of the host's ({times['ours'] / best:.2f} "
+            f"Bounds: at most {TIMES:g} times the time of the faster host ({times['ours'] / best:.2f} "
             f"here), at most {EXTRA_GIB:g} GiB.",
             "",
             *provenance("python -m tests.benchmarks.linear_cross_entropy"),
