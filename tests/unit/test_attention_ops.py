@@ -175,7 +175,7 @@ def test_backend_name(backend):
 
 
 def test_each_block_goes_to_its_kernel(backend):
-    """Sizes that recur go to the kernel that is planned for each, pieces to the packed one, if not all short."""
+    """Sizes that recur go to the kernel planned for each, pieces to the packed one unless all are short."""
 
     def kernel(row_len, borders=None, recurs=False):
         rows = borders and Rows.from_ranges(borders, ((0, row_len),), 1, CPU)
