@@ -1,0 +1,155 @@
+"""Triton kernels of RMSNorm, plain and gated, forward and backward.
+
+Every input is read once and every result written once; the backward makes the norm again from x. The
+weight's gradient is summed in registers over the many rows that a program takes, written once per program
+and added up after the kernel: no atomics, the same bits every time.
+
+Legend: N rows of D numbers. A tensor's rows lie in groups of H that follow each other without a gap (the
+heads of a token), the groups at any stride, so that parts of a projection's output need not be copied.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+"""Numbers that a program holds of each tensor at a time, unless one row has more."""
+MAX_DIM = 16384
+PROGRAMS_PER_SM = 4
+
+
+def grouped_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """(x, H, stride between groups); x is a copy where its rows are not as the legend says."""
+    dim, heads, axes = x.shape[-1], 1, [i for i in range(x.ndim - 1) if x.shape[i] > 1]
+    if x.stride(-1) == 1:
+        while axes and x.stride(axes[-1]) == heads * dim:
+            heads *= x.shape[axes.pop()]
+        if not axes:
+            return x, 1, dim
+        stride = expected = x.stride(axes[-1])
+        for axis in reversed(axes):
+            if x.stride(axis) != expected:
+                break
+            expected *= x.shape[axis]
+        else:
+            return x, heads, stride
+    return x.contiguous(), 1, dim
+
+
+def launch_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """The norm of `x` [..., D], times silu(gate) if there is one; contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        num_rows, tile = _tile(x)
+        grid = (triton.cdiv(num_rows, tile["block_rows"]),)
+        flags = {"zero_centered": zero_centered, "gated": gate is not None}
+        _forward_kernel[grid](*_read(x, gate, weight, eps, num_rows), out, **flags, **tile)
+    return out
+
+
+def launch_backward(
+    d_out: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x and gate, contiguous, and of the weight, [D] fp32; `d_out` is contiguous."""
+    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
+    if not x.numel():
+        return d_x, d_gate, weight.new_zeros(weight.shape, dtype=torch.float32)
+    num_rows, tile = _tile(x)
+    blocks = triton.cdiv(num_rows, tile["block_rows"])
+    programs = min(blocks, PROGRAMS_PER_SM * _num_sms(x.device))
+    partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    flags = {"zero_centered": zero_centered, "gated": gate is not None}
+    written = d_x, (x if d_gate is None else d_gate), partial, triton.cdiv(blocks, programs)
+    _backward_kernel[(programs,)](*_read(x, gate, weight, eps, num_rows), d_out, *written, **flags, **tile)
+    return d_x, d_gate, partial.sum(0)
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _tile(x: Tensor) -> tuple[int, dict[str, int]]:
+    """Number of rows, and how many of them a program holds, with how many warps."""
+    block_dim = triton.next_power_of_2(x.shape[-1])
+    numbers = max(TILE, block_dim)
+    warps = min(max(numbers // 512, 1), 16)
+    return x.numel() // x.shape[-1], {
+        "block_rows": numbers // block_dim,
+        "block_dim": block_dim,
+        "num_warps": warps,
+    }
+
+
+def _read(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, num_rows: int):
+    """What both kernels read, in the order of their arguments."""
+    x, x_heads, x_stride = grouped_rows(x)
+    gate, gate_heads, gate_stride = (x, 1, 0) if gate is None else grouped_rows(gate)
+    weight = weight.contiguous()
+    return x, x_heads, x_stride, gate, gate_heads, gate_stride, weight, eps, num_rows, x.shape[-1]
+
+
+@triton.jit
+def _load_rows(x, heads, stride, row, column, dim, inside):
+    at = x + (row // heads) * stride + (row % heads) * dim + column
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_kernel(
+    x, x_heads, x_stride, gate, gate_heads, gate_stride, weight, eps, num_rows, dim,
+    out, zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None]
+    column = tl.arange(0, block_dim)[None, :]
+    inside = (row < num_rows) & (column < dim)
+    value = _load_rows(x, x_heads, x_stride, row, column, dim, inside)
+    scale = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
+    if zero_centered:
+        scale += 1.0
+    value *= tl.rsqrt(tl.sum(value * value, axis=1) / dim + eps)[:, None]
+    value *= scale
+    if gated:
+        z = _load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
+        value = value.to(out.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+    tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    x, x_heads, x_stride, gate, gate_heads, gate_stride, weight, eps, num_rows, dim,
+    d_out, d_x, d_gate, partial, blocks_per_program,
+    zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, block_dim)[None, :]
+    scale = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
+    if zero_centered:
+        scale += 1.0
+    d_weight = tl.zeros([block_rows, block_dim], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * blocks_per_program * block_rows
+    for block in range(0, blocks_per_program):
+        row = (first + block * block_rows + tl.arange(0, block_rows))[:, None]
+        inside = (row < num_rows) & (column < dim)
+        at = row * dim + column
+        value = _load_rows(x, x_heads, x_stride, row, column, dim, inside)
+        d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+        if gated:
+            z = _load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
+        rms = tl.rsqrt(tl.sum(value * value, axis=1) / dim + eps)[:, None]
+        value *= rms
+        if gated:
+            sigmoid = tl.sigmoid(z)
+            silu = z * sigmoid
+            # The forward rounds the norm before it meets the gate.
+            normed = (value * scale).to(d_x.dtype.element_ty).to(tl.float32)
+            d_z = d * normed * (sigmoid + silu * (1.0 - sigmoid))
+            tl.store(d_gate + at, d_z.to(d_gate.dtype.element_ty), mask=inside)
+            d *= silu
+        d_weight += d * value
+        d *= scale
+        along = tl.sum(d * value, axis=1)[:, None] / dim
+        tl.store(d_x + at, ((d - value * along) * rms).to(d_x.dtype.element_ty), mask=inside)
+    columns = tl.arange(0, block_dim)
+    sums = tl.sum(d_weight, axis=0)
+    tl.store(partial + tl.program_id(0) * dim + columns, sums, mask=columns < dim)
