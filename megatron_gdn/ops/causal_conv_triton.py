@@ -21,6 +21,8 @@ SPAN_BACKWARD = 128
 CHANNELS = 1024
 """Channels of one program in the forward: eight, 16 bytes in bf16, for each of 128 threads."""
 CHANNELS_BACKWARD = 512
+PLAIN_DIM = 128
+"""Width of a tile's rows where there are no heads to normalise."""
 WARPS = 4
 
 
@@ -81,7 +83,7 @@ def launch_backward(
 def _grid(x: Tensor, norm_dim: int | None, channels: int, span: int):
     """Programs (blocks of channels, spans, rows), and the sizes of their tiles."""
     num_rows, row_len, num_channels = x.shape
-    head_dim = norm_dim or 128
+    head_dim = norm_dim or PLAIN_DIM
     heads = max(min(channels, triton.next_power_of_2(num_channels)) // head_dim, 1)
     grid = (triton.cdiv(num_channels, heads * head_dim), triton.cdiv(row_len, span), num_rows)
     return grid, {"heads": heads, "head_dim": head_dim, "span": span}

@@ -91,14 +91,14 @@ def _read(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, num_rows: 
 
 
 @triton.jit
-def _load_rows(x, heads, stride, row, column, dim, inside):
+def _load_rows(x, heads: tl.constexpr, stride, row, column, dim, inside):
     at = x + (row // heads) * stride + (row % heads) * dim + column
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward_kernel(
-    x, x_heads, x_stride, gate, gate_heads, gate_stride, weight, eps, num_rows, dim,
+    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride, weight, eps, num_rows, dim,
     out, zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None]
@@ -118,7 +118,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x, x_heads, x_stride, gate, gate_heads, gate_stride, weight, eps, num_rows, dim,
+    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride, weight, eps, num_rows, dim,
     d_out, d_x, d_gate, partial, blocks_per_program,
     zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
 ):  # fmt: skip
