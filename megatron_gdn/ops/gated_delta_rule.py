@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops import gated_delta_rule_fla, gated_delta_rule_flash_qla, gated_delta_rule_torch
+from megatron_gdn.ops.gated_delta_rule_gates import gates
 from megatron_gdn.rows import Rows, StateExchange
 
 _BACKENDS = {
@@ -25,7 +26,7 @@ _BACKENDS = {
     "fla": gated_delta_rule_fla,
     "torch": gated_delta_rule_torch,
 }
-"""Fastest first. Each has `gates` and `run`."""
+"""Fastest first. Each has `run`."""
 GDN_BACKENDS: tuple[str, ...] = ("auto", *_BACKENDS)
 
 
@@ -124,8 +125,8 @@ def gated_delta_rule(
     """Run the rule over every row, state set to zero where a document begins.
 
     Args:
-        q: [R, s, h, K], any floating dtype; not normalised.
-        k: [R, s, h, K].
+        q: [R, s, h, K], any floating dtype; l2-normalised, as `causal_conv1d_silu` gives it.
+        k: [R, s, h, K]; likewise.
         v: [R, s, H, V]; value head i reads key head i // G.
         a: raw decay gate, [R, s, H].
         b: raw write gate, [R, s, H].
@@ -150,6 +151,5 @@ def gated_delta_rule(
             f"this rank has {v.shape[2]} and {q.shape[2]}."
         )
     chosen = choose_backend(v.device, v.dtype, (k.shape[3], v.shape[3]), backend)
-    kernels = _BACKENDS[chosen.name]
-    g, beta = kernels.gates(a, b, A_log, dt_bias)
-    return kernels.run(q, k, v, g, beta, rows, exchange)
+    g, beta = gates(a, b, A_log, dt_bias)
+    return _BACKENDS[chosen.name].run(q, k, v, g, beta, rows, exchange)

@@ -11,13 +11,6 @@ from torch import Tensor
 from megatron_gdn.rows import Rows, StateExchange
 
 
-def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(g, beta) of raw gates [R, s, H], fp32; g = -exp(A_log) softplus(a + dt_bias) in one kernel."""
-    from fla.ops.gated_delta_rule.gate import fused_gdn_gate
-
-    return fused_gdn_gate(a, A_log, dt_bias), b.float().sigmoid()
-
-
 def run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: Rows, exchange: StateExchange | None
 ) -> Tensor:
@@ -39,7 +32,6 @@ def run(
         g=laid_out(g),
         beta=laid_out(beta),
         initial_state=state,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=rows.cu_seqlens,
         cu_seqlens_cpu=rows.cu_seqlens_cpu,
     )
@@ -67,7 +59,6 @@ def _summaries(q, k, v, g, beta, rows):
         beta=tails(beta),
         initial_state=start.expand(rows.num_rows, heads, -1, -1).contiguous(),
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=rows.tails.cu_seqlens,
         cu_seqlens_cpu=rows.tails.cu_seqlens_cpu,
     )

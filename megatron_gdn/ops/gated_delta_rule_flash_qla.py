@@ -24,10 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gdn.ops.gated_delta_rule_fla import gates
 from megatron_gdn.rows import Rows, StateExchange
-
-__all__ = ["TESTED_VERSION", "gates", "run"]
 
 TESTED_VERSION = (0, 1, 3)
 """Its building blocks are no public interface: another version is another kernel to test."""
@@ -47,7 +44,7 @@ def run(
     partition = _partition(rows, v.shape[2])
     if exchange is None:
         context = partition.context
-        out, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cp_context=context)
+        out, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cp_context=context)
     else:
         out = _PassingState.apply(q, k, v, g, beta, partition, exchange)
     return out.view(rows.num_rows, rows.row_len, *v.shape[2:])
@@ -150,7 +147,7 @@ def _partition(rows: Rows, num_heads: int) -> _Partition:
 class _PassingState(torch.autograd.Function):
     """The rule on rows that pass their state on.
 
-    q, k, v: [1, T, heads, 128] bf16 or fp16, not normalised; g, beta: [1, T, H] fp32.
+    q, k, v: [1, T, heads, 128] bf16 or fp16; g, beta: [1, T, H] fp32.
     """
 
     @staticmethod
@@ -163,11 +160,8 @@ class _PassingState(torch.autograd.Function):
             kkt_solve,
         )
         from flash_qla.ops.utils import chunk_local_cumsum
-        from flash_qla.utils import l2norm_fwd
 
         rows, context = partition.rows, partition.context
-        q, q_rstd = l2norm_fwd(q)
-        k, k_rstd = l2norm_fwd(k)
         g = chunk_local_cumsum(g, cu_seqlens=partition.pieces, chunk_size=CHUNK)
         A = kkt_solve(k=k, b=beta, cu_seqlens=partition.pieces, chunk_size=CHUNK)
 
@@ -212,7 +206,7 @@ class _PassingState(torch.autograd.Function):
         )
         # Without a split there may be many pieces; then only what enters the rows is kept.
         kept = (initial, part_m, chunks_back, through_back) if partition.split else (entering, chunks_back)
-        ctx.save_for_backward(q, k, q_rstd, k_rstd, v, g, beta, A, m, *kept)
+        ctx.save_for_backward(q, k, v, g, beta, A, m, *kept)
         ctx.partition, ctx.exchange = partition, exchange
         return out
 
@@ -226,11 +220,10 @@ class _PassingState(torch.autograd.Function):
             fused_gdr_h,
         )
         from flash_qla.ops.utils import chunk_local_cumsum, group_reduce_vector
-        from flash_qla.utils import l2norm_bwd
 
         partition, exchange = ctx.partition, ctx.exchange
         rows, context, d_out = partition.rows, partition.context, d_out.contiguous()
-        q, k, q_rstd, k_rstd, v, g, beta, A, m, *kept = ctx.saved_tensors
+        q, k, v, g, beta, A, m, *kept = ctx.saved_tensors
         if partition.split:
             initial, part_m, chunks_back, through_back = kept
         else:
@@ -278,7 +271,6 @@ class _PassingState(torch.autograd.Function):
         dg = chunk_local_cumsum(
             dg, chunk_size=CHUNK, reverse=True, cu_seqlens=partition.pieces, zero_last_chunk=True
         )
-        dq, dk = l2norm_bwd(q, q_rstd, dq), l2norm_bwd(k, k_rstd, dk)
         return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta, None, None
 
 

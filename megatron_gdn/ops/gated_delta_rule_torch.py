@@ -44,22 +44,12 @@ def _borders(rows: Rows, chunk: int) -> _Borders:
     return cache[chunk]
 
 
-def _l2norm(x: Tensor) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
 def _to_chunks(x: Tensor, chunk: int, groups: int) -> Tensor:
     """[R, s, H, D] to [R, H/groups, groups, N, C, D], zeros after the row's last token."""
     num_rows, row_len, heads, dim = x.shape
     x = F.pad(x, (0, 0, 0, 0, 0, -row_len % chunk))
     x = x.reshape(num_rows, -1, chunk, heads // groups, groups, dim)
     return x.permute(0, 3, 4, 1, 2, 5)
-
-
-def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(g, beta) of raw gates [R, s, H], fp32."""
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
 def run(
@@ -71,8 +61,8 @@ def run(
     """
     num_rows, row_len, heads, _ = v.shape
     groups, dtype = heads // q.shape[2], v.dtype
-    q = _to_chunks(_l2norm(q) * q.shape[-1] ** -0.5, CHUNK, 1)
-    k = _to_chunks(_l2norm(k), CHUNK, 1)
+    q = _to_chunks(q.float() * q.shape[-1] ** -0.5, CHUNK, 1)
+    k = _to_chunks(k.float(), CHUNK, 1)
     v = _to_chunks(v.float(), CHUNK, groups)
     g, beta = (_to_chunks(x.unsqueeze(-1), CHUNK, groups) for x in (g, beta))
     borders = _borders(rows, CHUNK)

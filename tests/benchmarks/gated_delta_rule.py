@@ -143,6 +143,10 @@ def ours(tokens: int, spans_per_rank: int | None = None) -> Callable[..., Tensor
         exchange = OtherRanks(mine, spans)
 
     def run(q, k, v, a, b, A_log, dt_bias) -> Tensor:
+        from fla.modules.l2norm import l2norm
+
+        # In a layer the convolution does this on its way.
+        q, k = l2norm(q), l2norm(k)
         cut = [x.view(rows.num_rows, rows.row_len, *x.shape[2:]) for x in (q, k, v, a, b)]
         return gated_delta_rule(*cut, A_log, dt_bias, rows, exchange, "flash_qla").view_as(v)
 

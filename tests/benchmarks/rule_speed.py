@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.rows import Rows
 from tests.benchmarks.report import RESULTS, provenance, table
+from tests.helpers.rule import normalised
 
 LIMIT = 3.0
 REPEATS = 5
@@ -127,9 +128,9 @@ def compare(shape: Shape, dtype: torch.dtype, repeats: int = REPEATS) -> dict[st
     whole = Rows.from_ranges((0, s), ((0, s),), shape.num_rows, CPU)
     packed = Rows.from_ranges(packed_borders(s), ((0, s),), shape.num_rows, CPU)
     functions = {
-        "ours": lambda *x: gated_delta_rule(*x, whole),
+        "ours": lambda *x: gated_delta_rule(*normalised(x), whole),
         "theirs": lambda *x: run_theirs(rule, *x),
-        "packed": lambda *x: gated_delta_rule(*x, packed),
+        "packed": lambda *x: gated_delta_rule(*normalised(x), packed),
     }
     with torch.no_grad():
         check_same(functions["ours"](*inputs), functions["theirs"](*inputs))

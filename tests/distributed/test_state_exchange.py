@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn import cp_comm
-from megatron_gdn.ops import gated_delta_rule, gated_delta_rule_flash_qla, gated_delta_rule_torch
+from megatron_gdn.ops import gated_delta_rule, gated_delta_rule_flash_qla
 from megatron_gdn.stream import StreamPlan
 from tests.distributed.test_gated_delta_net_cp import LAYOUTS, check_case
 from tests.helpers import flash_qla_double
@@ -42,7 +42,7 @@ def test_reverse_exchange_is_the_gradient_of_the_exchange(cp, layout):
 
 
 def check_layer(rank, world_size, packings, part_chunks):
-    composed = SimpleNamespace(gates=gated_delta_rule_torch.gates, run=gated_delta_rule_flash_qla.run)
+    composed = SimpleNamespace(run=gated_delta_rule_flash_qla.run)
     with make_groups(cp=world_size) as groups, pytest.MonkeyPatch.context() as monkeypatch:
         flash_qla_double.install(monkeypatch, part_chunks)
         monkeypatch.setitem(gated_delta_rule._BACKENDS, "torch", composed)

@@ -71,15 +71,6 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], dim=-2)
 
 
-def l2norm_fwd(x):
-    rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-    return x * rstd, rstd
-
-
-def l2norm_bwd(y, rstd, dy):
-    return (dy - (dy * y).sum(-1, keepdim=True) * y) * rstd
-
-
 def chunk_local_cumsum(g, *, cu_seqlens, chunk_size, reverse=False, zero_last_chunk=False):
     out = torch.empty_like(g)
     for start, end in _spans(cu_seqlens):
@@ -235,16 +226,16 @@ def packed_rule(
     g,
     beta,
     *,
-    use_qk_l2norm_in_kernel,
     cu_seqlens,
+    use_qk_l2norm_in_kernel=False,
     cu_seqlens_cpu=None,
     initial_state=None,
     output_final_state=False,
 ):
     """The whole rule on packed documents, as both libraries offer it; differentiable."""
-    assert use_qk_l2norm_in_kernel
+    assert not use_qk_l2norm_in_kernel
     heads = v.shape[2]
-    q, k = (_repeat(l2norm_fwd(x)[0], heads) for x in (q, k))
+    q, k = (_repeat(x, heads) for x in (q, k))
     outs, finals = [], []
     for piece, (start, end) in enumerate(_spans(cu_seqlens)):
         at = (0, slice(start, end))
@@ -286,7 +277,7 @@ def install(monkeypatch, part_chunks: int) -> None:
         f"{chunk}.cp": (_context_builder(part_chunks),),
         f"{chunk}.hopper.prepare_h": (tilelang_prepare_h,),
         "flash_qla.ops.utils": (chunk_local_cumsum, group_reduce_vector),
-        "flash_qla.utils": (l2norm_bwd, l2norm_fwd),
+        "flash_qla.utils": (),
         "flash_qla.utils.index": (),
     }
     for name, contents in functions.items():

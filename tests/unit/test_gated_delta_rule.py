@@ -13,7 +13,7 @@ from megatron_gdn.rows import Rows
 from tests.helpers.cases import BF16_FACTOR, CONV_WIDTH, FP32_TRUTH, GVA_HEADS, PACKINGS
 from tests.helpers.compare import assert_close, relative_rms
 from tests.helpers.reference import causal_conv_reference, gated_delta_rule_reference
-from tests.helpers.rule import NAMES, rule_inputs, with_grads
+from tests.helpers.rule import NAMES, normalised, rule_inputs, with_grads
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def check_float32(case, inputs):
     upstream = torch.randn_like(inputs[2])
     want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), inputs, upstream)
     rows = rows_of(case)
-    got = with_grads(lambda *x: gated_delta_rule(*x, rows), [x.float() for x in inputs], upstream)
+    got = with_grads(lambda *x: gated_delta_rule(*normalised(x), rows), [x.float() for x in inputs], upstream)
     for name, g, w in zip(("o", *(f"d {n}" for n in NAMES)), got, want, strict=True):
         assert_close(name, g, w, FP32_TRUTH, dtype=torch.float32)
 
@@ -60,7 +60,11 @@ def test_rule_bf16_is_as_good_as_the_reference_in_bf16_inputs():
     exact_in = [x.double() for x in inputs]
     want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), exact_in, upstream)
     rows = rows_of(case)
-    got = with_grads(lambda *x: gated_delta_rule(*x, rows), inputs, upstream)
+    
+    def ours(*leaves):
+        return gated_delta_rule(*normalised(leaves, torch.float32), rows)
+
+    got = with_grads(ours, inputs, upstream)
     for name, g, w, x in zip(("o", *NAMES), got, want, [upstream, *inputs], strict=True):
         assert g.dtype == x.dtype, name
         rounded = relative_rms(w.to(g.dtype), w) if g.dtype == torch.bfloat16 else FP32_TRUTH
@@ -72,11 +76,11 @@ def test_rule_documents_do_not_touch_each_other():
     case, sizes = PACKINGS["many_short"], GVA_HEADS["gva2"]
     inputs = [x.float() for x in rule_inputs(case, sizes)]
     rows = rows_of(case)
-    before = gated_delta_rule(*inputs, rows)
+    before = gated_delta_rule(*normalised(inputs), rows)
     start, end = case.cu_seqlens[10:12]
     for x in inputs[:5]:
         x[:, start:end] = torch.randn_like(x[:, start:end]) * 3
-    after = gated_delta_rule(*inputs, rows)
+    after = gated_delta_rule(*normalised(inputs), rows)
     outside = torch.ones(case.seq_len, dtype=torch.bool)
     outside[start:end] = False
     assert torch.equal(after[:, outside], before[:, outside])
@@ -88,7 +92,7 @@ def test_rule_rejects_heads_that_do_not_divide():
     inputs = [x.float() for x in rule_inputs(PACKINGS["not_64"], GVA_HEADS["gva1"])]
     inputs[2] = inputs[2][:, :, :3]
     with pytest.raises(ValueError, match="--linear-num-value-heads must be a multiple"):
-        gated_delta_rule(*inputs, rows_of(PACKINGS["not_64"]))
+        gated_delta_rule(*normalised(inputs), rows_of(PACKINGS["not_64"]))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -102,7 +106,11 @@ def test_conv_matches_reference(packing):
     upstream = torch.randn(case.batch, case.seq_len, 24).double()
     want = with_grads(lambda x, w: causal_conv_reference(x, w, case.positions), inputs, upstream)
     rows = rows_of(case)
-    got = with_grads(lambda x, w: causal_conv1d_silu(x, w, rows), [x.float() for x in inputs], upstream)
+
+    def ours(x, weight):
+        return causal_conv1d_silu(x, weight, rows, sizes=(24,), norm_dims=(None,))[0]
+
+    got = with_grads(ours, [x.float() for x in inputs], upstream)
     for name, g, w in zip(("y", "d x", "d weight"), got, want, strict=True):
         assert_close(name, g, w, FP32_TRUTH, dtype=torch.float32)
 
@@ -177,4 +185,4 @@ def test_backend_asked_for_is_taken_or_refused(machine):
     case = PACKINGS["not_64"]
     inputs = [x.float() for x in rule_inputs(case, GVA_HEADS["gva1"])]
     with pytest.raises(ValueError, match="--gdn-backend fla cannot run here"):
-        gated_delta_rule(*inputs, rows_of(case), backend="fla")
+        gated_delta_rule(*normalised(inputs), rows_of(case), backend="fla")

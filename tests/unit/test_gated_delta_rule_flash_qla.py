@@ -5,13 +5,14 @@ import sys
 import pytest
 import torch
 
-from megatron_gdn.ops import gated_delta_rule_flash_qla, gated_delta_rule_torch
+from megatron_gdn.ops import gated_delta_rule_flash_qla
+from megatron_gdn.ops.gated_delta_rule_gates import gates
 from megatron_gdn.rows import Rows
 from tests.helpers import flash_qla_double
 from tests.helpers.cases import GVA_HEADS, PACKINGS, Packing
 from tests.helpers.compare import assert_close
 from tests.helpers.reference import gated_delta_rule_reference
-from tests.helpers.rule import NAMES, rule_inputs, scan_in_stream_order, with_grads
+from tests.helpers.rule import NAMES, normalised, rule_inputs, scan_in_stream_order, with_grads
 
 FORGOTTEN = 1e-4
 """FlashQLA leaves out what has decayed by more than exp(-10) = 4.5e-5."""
@@ -32,8 +33,8 @@ def compare(case: Packing, num_spans: int, shift: float = 0.0):
     rows = Rows.from_ranges(case.borders, ranges, case.batch, torch.device("cpu"))
 
     def ours(*leaves):
-        q, k, v, a, b = (x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in leaves[:5])
-        g, beta = gated_delta_rule_torch.gates(a, b, *leaves[5:])
+        q, k, v, a, b = (x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in normalised(leaves)[:5])
+        g, beta = gates(a, b, *leaves[5:])
         exchange = scan_in_stream_order if num_spans > 1 else None
         return gated_delta_rule_flash_qla.run(q, k, v, g, beta, rows, exchange).view_as(upstream)
 

@@ -10,7 +10,7 @@ from megatron_gdn.rows import Rows
 from tests.helpers.cases import CONV_WIDTH, PACKINGS, Packing
 from tests.helpers.compare import assert_close
 from tests.helpers.reference import GDNSizes, causal_conv_reference, gated_delta_rule_reference
-from tests.helpers.rule import NAMES, rule_inputs, scan_in_stream_order, with_grads
+from tests.helpers.rule import NAMES, normalised, rule_inputs, scan_in_stream_order, with_grads
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -44,7 +44,7 @@ def run_on_spans(backend: str, inputs, upstream, borders, num_spans: int) -> lis
     exchange = scan_in_stream_order if num_spans > 1 else None
 
     def ours(*leaves):
-        cut = [x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in leaves[:5]]
+        cut = [x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in normalised(leaves)[:5]]
         return gated_delta_rule(*cut, *leaves[5:], rows, exchange, backend).view_as(upstream)
 
     return with_grads(ours, inputs, upstream)
@@ -133,7 +133,7 @@ def test_only_the_first_layer_waits_for_the_gpu(backend, num_spans):
     exchange = scan_in_stream_order if num_spans > 1 else None
 
     def layer(*leaves):
-        return gated_delta_rule(*leaves, rows, exchange, backend)
+        return gated_delta_rule(*normalised(leaves), rows, exchange, backend)
 
     upstream = torch.randn_like(inputs[2])
     first = with_grads(layer, inputs, upstream)
@@ -168,7 +168,8 @@ def test_conv_matches_reference(packing, num_spans):
     if num_spans > 1:
         tails = cut[:, -(CONV_WIDTH - 1) :]
         halo = torch.cat([torch.zeros_like(tails[:1]), tails[:-1]])
-    got = causal_conv1d_silu(cut, leaves[1], rows, halo).view_as(want)
+    (got,) = causal_conv1d_silu(cut, leaves[1], rows, halo, sizes=(64,), norm_dims=(None,))
+    got = got.view_as(want)
     grads = torch.autograd.grad(got, leaves, upstream.cuda())
     for name, g, w in zip(("y", "d x", "d weight"), (got, *grads), (want, *want_grads), strict=True):
         assert_close(f"{packing} {name}", g, w, BF16_KERNEL, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_gdn"
 
+RULE_PARTS = ("torch", "fla", "flash_qla", "gates")
 ATTENTION_KERNELS = ("torch", "flash", "cudnn", "cudnn_packed", "merge")
 
 # What the lower modules may import of ours, and what the layers may not. "a.*" stands for all in package a.
@@ -20,9 +21,10 @@ ALLOWED = {
     "stream": {"cp_layout", "rows"},
     "cp_comm": {"cp_layout", "rows", "stream"},
     "ops.attention": {"cp_layout", "rows"} | {f"ops.attention_{kernel}" for kernel in ATTENTION_KERNELS},
-    # The door of the rule and the kernels behind it; FlashQLA has no kernel for the gates, fla has.
-    "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{n}" for n in ("torch", "fla", "flash_qla"))},
-    "ops.gated_delta_rule_flash_qla": {"rows", "ops.gated_delta_rule_fla"},
+    # The doors, and the kernels behind them.
+    "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{part}" for part in RULE_PARTS)},
+    "ops.causal_conv": {"rows", "ops.causal_conv_triton"},
+    "ops.norms": {"ops.norms_triton"},
     "ops.*": {"cp_layout", "rows"},
 }
 _ABOVE_LAYERS = {"layer_specs", "checkpoint", "checkpoint.*", "planner", "prepare_data", "cpu", "__main__"}
