@@ -162,9 +162,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         halo = cp.halo(qkv, self.conv_kernel_dim - 1, plan)
         weight = cp.conv_weight(self.conv1d.weight.squeeze(1))
         norm_dims = (sections.key_dim, sections.key_dim, None)
-        q, k, v = causal_conv1d_silu(
-            qkv, weight, rows, halo, sizes=sections.sizes[:3], norm_dims=norm_dims
-        )
+        q, k, v = causal_conv1d_silu(qkv, weight, rows, halo, sizes=sections.sizes[:3], norm_dims=norm_dims)
         b, a = ba.split(sections.sizes[3:], dim=-1)
         return gated_delta_rule(
             q=q.unflatten(-1, (sections.key_heads, -1)),

@@ -91,7 +91,9 @@ class _TritonConv(torch.autograd.Function):
         ctx.save_for_backward(x, taps, halo, positions)
         ctx.sections = sections
         outs = tuple(x.new_empty(*x.shape[:2], size) for size, _ in sections)
-        parts = zip(_cut(x, sections), _cut(taps, sections), _cut(halo, sections), outs, sections, strict=True)
+        parts = zip(
+            _cut(x, sections), _cut(taps, sections), _cut(halo, sections), outs, sections, strict=True
+        )
         for part, part_taps, part_halo, out, (_, norm_dim) in parts:
             causal_conv_triton.launch_forward(part, part_taps, part_halo, positions, out, norm_dim)
         return outs
@@ -105,10 +107,10 @@ class _TritonConv(torch.autograd.Function):
         read = zip(*(_cut(t, ctx.sections) for t in (x, taps, halo)), strict=True)
         written = zip(*(_cut(t, ctx.sections) for t in (d_x, d_halo)), strict=True)
         d_taps = [
-            causal_conv_triton.launch_backward(
-                *parts, positions, d_out.contiguous(), *gradients, norm_dim
+            causal_conv_triton.launch_backward(*parts, positions, d_out.contiguous(), *gradients, norm_dim)
+            for parts, gradients, d_out, (_, norm_dim) in zip(
+                read, written, d_outs, ctx.sections, strict=True
             )
-            for parts, gradients, d_out, (_, norm_dim) in zip(read, written, d_outs, ctx.sections, strict=True)
         ]
         d_weight = torch.cat(d_taps, dim=1).t().to(taps.dtype)
         return d_x, d_weight, d_halo, None, None

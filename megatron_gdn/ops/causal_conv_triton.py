@@ -26,7 +26,9 @@ PLAIN_DIM = 128
 WARPS = 4
 
 
-def launch_forward(x: Tensor, taps: Tensor, halo: Tensor | None, positions: Tensor | None, out: Tensor, norm_dim):
+def launch_forward(
+    x: Tensor, taps: Tensor, halo: Tensor | None, positions: Tensor | None, out: Tensor, norm_dim
+):
     """silu(convolution) of one section, l2-normalised in heads of `norm_dim` unless that is None.
 
     Args:
@@ -117,7 +119,9 @@ def _tap(taps, stride, back: tl.constexpr, width: tl.constexpr, channel, inside)
 
 
 @triton.jit
-def _earlier(x, x_token, halo, halo_token, first, position, back, width: tl.constexpr, inside, has_halo: tl.constexpr):
+def _earlier(
+    x, x_token, halo, halo_token, first, position, back, width: tl.constexpr, inside, has_halo: tl.constexpr
+):
     """The token `back` tokens before `first`; zero in another document, or where the taps do not reach."""
     token = first - back
     reached = (position >= back) & (back < width)

@@ -54,7 +54,14 @@ class _TritonGates(torch.autograd.Function):
         grid, block = _grid(a)
         partial = torch.empty(2, grid[0] * grid[1], a.shape[2], dtype=torch.float32, device=a.device)
         _backward_kernel[grid](
-            *_read(a, b, A_log, dt_bias), d_g.contiguous(), d_beta.contiguous(), d_a, d_b, partial, TOKENS, block
+            *_read(a, b, A_log, dt_bias),
+            d_g.contiguous(),
+            d_beta.contiguous(),
+            d_a,
+            d_b,
+            partial,
+            TOKENS,
+            block,
         )
         d_A_log, d_dt_bias = partial.sum(1)
         return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)

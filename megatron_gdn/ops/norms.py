@@ -67,5 +67,7 @@ class _TritonNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out: Tensor):
         x, gate, weight = ctx.saved_tensors
-        d_x, d_gate, d_weight = norms_triton.launch_backward(d_out.contiguous(), x, gate, weight, *ctx.settings)
+        d_x, d_gate, d_weight = norms_triton.launch_backward(
+            d_out.contiguous(), x, gate, weight, *ctx.settings
+        )
         return d_x, d_gate, d_weight.to(weight.dtype), None, None

@@ -98,7 +98,8 @@ def _load_rows(x, heads: tl.constexpr, stride, row, column, dim, inside):
 
 @triton.jit
 def _forward_kernel(
-    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride, weight, eps, num_rows, dim,
+    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride,
+    weight, eps, num_rows, dim,
     out, zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None]
@@ -118,7 +119,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride, weight, eps, num_rows, dim,
+    x, x_heads: tl.constexpr, x_stride, gate, gate_heads: tl.constexpr, gate_stride,
+    weight, eps, num_rows, dim,
     d_out, d_x, d_gate, partial, blocks_per_program,
     zero_centered: tl.constexpr, gated: tl.constexpr, block_rows: tl.constexpr, block_dim: tl.constexpr,
 ):  # fmt: skip

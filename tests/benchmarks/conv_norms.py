@@ -1,9 +1,9 @@
 """How fast are convolution, l2norm, gates and norms, beside flash-linear-attention's kernels and plain torch?
 
-python -m tests.benchmarks.conv_norms           on a GPU, from the root of the repository; writes results/conv_norms.md
+python -m tests.benchmarks.conv_norms           on a GPU, from the root of the repository
 python -m tests.benchmarks.conv_norms --sizes   tries tiles of the convolution's kernels, writes nothing
 
-Exit status 1 if results differ or the bound is missed.
+The first writes results/conv_norms.md. Exit status 1 if results differ or the bound is missed.
 """
 
 import itertools
@@ -66,9 +66,7 @@ def ours_conv(borders: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
     rows = rows_of(borders)
 
     def run(qkv, b, a, weight, A_log, dt_bias):
-        q, k, v = causal_conv1d_silu(
-            qkv, weight, rows, sizes=(QK, QK, V), norm_dims=(DIM, DIM, None)
-        )
+        q, k, v = causal_conv1d_silu(qkv, weight, rows, sizes=(QK, QK, V), norm_dims=(DIM, DIM, None))
         return q, k, v, *gates(a, b, A_log, dt_bias)
 
     return run
@@ -220,7 +218,7 @@ def measure(case: Case, terabytes: float) -> list[list[str]]:
 
 
 def try_sizes() -> int:
-    """Forward and backward of the convolution alone for other tiles; the settings are constants of its file."""
+    """Forward and backward of the convolution alone, its file's constants set to other values."""
     case = conv_case("one document")
     inputs = [case.inputs[0], case.inputs[3]]
     rows = rows_of(DOCUMENTS["one document"])
@@ -229,7 +227,10 @@ def try_sizes() -> int:
     seen = set()
     for span, channels, span_backward, channels_backward, warps in settings:
         causal_conv_triton.SPAN, causal_conv_triton.CHANNELS = span, channels
-        causal_conv_triton.SPAN_BACKWARD, causal_conv_triton.CHANNELS_BACKWARD = span_backward, channels_backward
+        causal_conv_triton.SPAN_BACKWARD, causal_conv_triton.CHANNELS_BACKWARD = (
+            span_backward,
+            channels_backward,
+        )
         causal_conv_triton.WARPS = warps
 
         def run(x, weight):
@@ -264,10 +265,10 @@ def main() -> int:
     text = [
         "# Convolution, gates and norms on a GPU",
         "",
-        f"{TOKENS:,} tokens in bf16; {KEY_HEADS} key and {VALUE_HEADS} value heads of {DIM}, {CHANNELS} channels, "
-        f"width {WIDTH}. Milliseconds of forward, of backward to all inputs and parameters, of both, and both "
-        "relative to ours and to the floor: every input read once, every result written once, at the rate of "
-        "a device copy. Inputs are parts of a projection's output as they lie there; fla's kernels copy them.",
+        f"{TOKENS:,} tokens in bf16; {KEY_HEADS} key and {VALUE_HEADS} value heads of {DIM}, {CHANNELS} "
+        f"channels, width {WIDTH}. Milliseconds of forward, of backward to all inputs and parameters, of both, "
+        "and both relative to ours and to the floor: every input read once, every result written once, at the rate of "
+        "a device copy. Inputs are parts of a projection's output as they lie there; fla's kernels copy them. "
         f"Bound: convolution, l2norm and gates in at most {BOUND} ms.",
         "",
         *provenance("python -m tests.benchmarks.conv_norms", "triton", "flash-linear-attention"),

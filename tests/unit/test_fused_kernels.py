@@ -160,9 +160,7 @@ def test_conv(machine, case, sections, width, short_spans):
         halo = halo_of(x, width - 1, num_rows) if num_rows > 1 and width > 1 else None
         # A part of something wider, as the projection's output is.
         wide = torch.cat([x, x[..., :16]], -1).unflatten(1, (num_rows, -1))[0]
-        outs = _TritonConv.apply(
-            wide[..., :channels], weight, halo, rows, tuple(zip(*sections, strict=True))
-        )
+        outs = _TritonConv.apply(wide[..., :channels], weight, halo, rows, tuple(zip(*sections, strict=True)))
         return [out.flatten(0, 1).unsqueeze(0) for out in outs]
 
     inputs = {"x": torch.randn(1, seq_len, channels), "weight": torch.randn(channels, width)}

@@ -60,7 +60,7 @@ def test_rule_bf16_is_as_good_as_the_reference_in_bf16_inputs():
     exact_in = [x.double() for x in inputs]
     want = with_grads(lambda *x: gated_delta_rule_reference(*x, case.positions), exact_in, upstream)
     rows = rows_of(case)
-    
+
     def ours(*leaves):
         return gated_delta_rule(*normalised(leaves, torch.float32), rows)
 
