@@ -266,9 +266,10 @@ def main() -> int:
         "# Convolution, gates and norms on a GPU",
         "",
         f"{TOKENS:,} tokens in bf16; {KEY_HEADS} key and {VALUE_HEADS} value heads of {DIM}, {CHANNELS} "
-        f"channels, width {WIDTH}. Milliseconds of forward, of backward to all inputs and parameters, of both, "
-        "and both relative to ours and to the floor: every input read once, every result written once, at the rate of "
-        "a device copy. Inputs are parts of a projection's output as they lie there; fla's kernels copy them. "
+        f"channels, width {WIDTH}. Milliseconds of forward, of backward to all inputs and parameters, of "
+        "both, and both relative to ours and to the floor: every input read once, every result written "
+        "once, at the rate of a device copy. Inputs are parts of a projection's output as they lie there; "
+        "fla's kernels copy them. "
         f"Bound: convolution, l2norm and gates in at most {BOUND} ms.",
         "",
         *provenance("python -m tests.benchmarks.conv_norms", "triton", "flash-linear-attention"),
