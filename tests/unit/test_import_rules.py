@@ -23,8 +23,8 @@ ALLOWED = {
     "ops.attention": {"cp_layout", "rows"} | {f"ops.attention_{kernel}" for kernel in ATTENTION_KERNELS},
     # The doors, and the kernels behind them.
     "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{part}" for part in RULE_PARTS)},
-    "ops.causal_conv": {"rows", "ops.causal_conv_triton"},
-    "ops.norms": {"ops.norms_triton"},
+    "ops.causal_conv": {"cp_layout", "rows", "ops.causal_conv_triton"},
+    "ops.norms": {"cp_layout", "rows", "ops.norms_triton"},
     "ops.*": {"cp_layout", "rows"},
 }
 _ABOVE_LAYERS = {"layer_specs", "checkpoint", "checkpoint.*", "planner", "prepare_data", "cpu", "__main__"}
