@@ -261,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Floor: the two projections at the measured matmul rate, the rule alone as measured here, and what "
         f"convolution and gated norm must read and write at the measured bandwidth. Bounds: at least "
         f"{TIMES_FASTER:g} times the host's speed, at most {TIMES_FLOOR:g} times the floor, and no launch or "
-        f"copy more than the same operations without CP code. Packed: {DOCUMENTS} documents of random lengths. "
-        "Peak: beyond weights and input, gradients included.",
+        f"copy more than the same operations without CP code. Packed: {DOCUMENTS} documents of random "
+        "lengths. Peak: beyond weights and input, gradients included.",
         "",
         ceilings.text(),
     )

@@ -79,7 +79,7 @@ def milliseconds(function: Callable[[], object], repeats: int = 5, warm_up: int 
 
 
 def peak_gib(function: Callable[[], object]) -> float:
-    """Memory that a run needs beyond what was allocated before it, GiB; NaN on a CPU, which does not count."""
+    """Memory that a run needs beyond what was allocated before it, GiB; NaN on a CPU."""
     if RUNS_ON_CPU:
         function()
         return float("nan")

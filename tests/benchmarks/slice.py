@@ -1,0 +1,341 @@
+"""How fast does an 8-layer full-width slice of Qwen3.5 35B-A3B train on one GPU, beside the host's own model?
+
+python -m tests.benchmarks.slice    on a GPU, from the root of the repository; writes results/slice.md
+
+Six GatedDeltaNet and two attention layers with all their experts, embedding, loss and optimizer, on 32,768
+tokens in 8 documents of 4,096: ours as one packed stream; the host, which without TransformerEngine cannot
+pack, as 8 rows, the same work. The host's model is megatron-core's GPT with its GatedDeltaNet, attention, MoE
+layer and norms of the local backend. Where a model does not fit, it gets half the documents, and so on.
+
+What fits: a parameter takes 2 bytes, its gradient 4, and the optimizer 12 more. With 256 experts the slice has
+7.8e9 parameters: 43 GiB without optimizer, 130 with it, which leaves nothing for activations. So there are two
+tables: 256 experts without an optimizer, and 128 experts (4.5e9 parameters, 76 GiB) with it. A token uses as
+many parameters in both.
+
+Predicted for one H200, before anything was measured: model FLOPs 2.2e14 per step; ours 700 ms and 310
+TFLOP/s without optimizer, 60 ms more with it; the host at most 90 TFLOP/s, at 16,384 tokens for lack of memory.
+
+Exit status 1 if a bound is missed.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from tests.benchmarks import runs  # isort: split
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_gdn.config import SIZES, Qwen35Config, count_parameters
+from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
+from megatron_gdn.microbatch import cut_microbatch
+from megatron_gdn.model import build_model
+from tests.benchmarks import gdn_layer
+
+LAYERS, DOCUMENTS, DOCUMENT = 8, 8, 4096
+EXPERTS = {"without optimizer": 256, "with optimizer": 128}
+TIMES_FASTER = 3.0
+TFLOPS = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one number of documents."""
+
+    tiny: bool
+    host: bool
+    experts: int
+    optimizer: bool
+    layers: int = LAYERS
+    documents: int = DOCUMENTS
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the documents."""
+        return [32 if self.tiny else DOCUMENT] * self.documents
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return SIZES["debug" if self.tiny else gdn_layer.SIZE].vocab_size
+
+    def config(self) -> Qwen35Config:
+        """As `pretrain_qwen35.py` configures the model."""
+        make = gdn_layer.host_config if self.host else gdn_layer.config
+        # The host's fused softmax is part of apex.
+        unfused = {"masked_softmax_fusion": False} if self.host else {}
+        return make(
+            self.tiny,
+            num_layers=self.layers,
+            num_moe_experts=min(self.experts, 8) if self.tiny else self.experts,
+            bias_activation_fusion=True,
+            **unfused,
+        )
+
+
+def host_block(config: Qwen35Config) -> TransformerBlockSubmodules:
+    """The same block of the host's own parts, none of TransformerEngine."""
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=WrappedTorchNorm,
+            k_layernorm=WrappedTorchNorm,
+        ),
+    )
+    moe = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=config.num_moe_experts)
+    layers = []
+    for layer in get_qwen35_chunkwise_cp_spec(config).layer_specs:
+        linear = layer.submodules.self_attention.metainfo["input_linear"] == "in_proj"
+        parts = replace(
+            layer.submodules,
+            input_layernorm=WrappedTorchNorm,
+            self_attention=gdn_layer.host_gdn_spec() if linear else attention,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=moe,
+        )
+        layers.append(replace(layer, submodules=parts))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
+
+
+def build(case: Case, groups) -> DistributedDataParallel:
+    """The model in the host's gradient buffers, as the host's `get_model` wraps it."""
+    config, length = case.config(), sum(case.lengths)
+    if case.host:
+        gdn_layer.let_host_run_here()
+        model = GPTModel(
+            config,
+            host_block(config),
+            case.vocab_size,
+            length,
+            position_embedding_type="rope",
+            rotary_percent=config.rotary_percent,
+            rotary_base=int(config.rotary_base),
+            pg_collection=groups,
+        )
+    else:
+        whole = SimpleNamespace(
+            transformer=config,
+            transformer_layer_spec=get_qwen35_chunkwise_cp_spec,
+            vocab_size=case.vocab_size,
+            seq_length=length,
+            fp16_lm_cross_entropy=False,
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+        )
+        model = build_model(whole, groups)
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=case.optimizer
+    )
+    return DistributedDataParallel(
+        config, buffers, Float16Module(config, model.to(runs.DEVICE)), pg_collection=groups
+    )
+
+
+def forward_backward(case: Case, model: DistributedDataParallel, groups) -> Callable[[], float]:
+    """One microbatch from the CPU to gradients in their buffers; gives the mean loss, still on the device."""
+    sample = runs.make_sample(case.lengths, case.vocab_size)
+
+    def run() -> Any:
+        model.zero_grad_buffer()
+        if case.host:
+            shape = (case.documents, -1)
+            tokens, labels, mask, positions = (
+                sample[name].reshape(shape).to(runs.DEVICE, non_blocking=True)
+                for name in ("tokens", "labels", "loss_mask", "position_ids")
+            )
+            losses = model(tokens, positions, None, labels=labels)
+        else:
+            part = cut_microbatch(
+                sample,
+                packed=True,
+                layout=model.module.config.cp_layout,
+                cp_size=1,
+                cp_rank=0,
+                device=runs.DEVICE,
+            )
+            mask = part.loss_mask
+            losses = model(
+                part.tokens,
+                part.position_ids,
+                None,
+                labels=part.labels,
+                loss_mask=mask,
+                packed_seq_params=part.params,
+            )
+        loss = (losses.float() * mask).sum() / sum(case.lengths)
+        loss.backward()
+        finalize_model_grads([model], pg_collection=groups)
+        return loss.detach()
+
+    return run
+
+
+def make_optimizer(case: Case, model: DistributedDataParallel, groups):
+    """The distributed optimizer of bf16 parameters with fp32 masters, on one rank."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-5,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False, pg_collection=groups)
+
+
+def model_flops(case: Case) -> float:
+    """6 per token and parameter that it uses, the embedding's lookup left out; 6 L^2 H D per causal document,
+    attention layer and step. The recurrence's own arithmetic and recomputed work are not counted."""
+    config = case.config()
+    active = count_parameters(config, case.vocab_size, tied=True)[1]
+    attention_layers = config.num_layers // config.linear_attention_freq
+    heads = config.num_attention_heads * config.kv_channels
+    squares = sum(length**2 for length in case.lengths)
+    return 6 * sum(case.lengths) * active + 6 * attention_layers * squares * heads
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of the largest case that fits."""
+
+    case: Case
+    milliseconds: float
+    optimizer_milliseconds: float
+    peak: float
+    loss: float
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOPs per second of the whole step, 1e12."""
+        return model_flops(self.case) / (self.milliseconds + self.optimizer_milliseconds) / 1e9
+
+
+def measure(case: Case, groups) -> Result:
+    """Build and time one case; out of memory is the caller's concern."""
+    torch.manual_seed(1)
+    model = build(case, groups)
+    run = forward_backward(case, model, groups)
+    loss = float(run())
+    optimizer_ms, optimizer = 0.0, None
+    if case.optimizer:
+        optimizer = make_optimizer(case, model, groups)
+        optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
+    step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
+    peak = float("nan")
+    if not runs.RUNS_ON_CPU:
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        if optimizer:
+            optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return Result(case, step_ms, optimizer_ms, peak, loss)
+
+
+def largest_that_fits(case: Case, groups) -> Result | None:
+    """Measure with as many documents as fit in memory; None if not even one does."""
+    while case.documents:
+        try:
+            return measure(case, groups)
+        except torch.cuda.OutOfMemoryError:
+            pass  # the traceback holds the model, so it is let go of first
+        runs.empty_cache()
+        print(f"out of memory with {case.documents} documents: {case}", flush=True)
+        case = replace(case, documents=case.documents // 2)
+    return None
+
+
+def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups) -> list[str]:
+    """Both models without and with an optimizer; returns the bounds missed."""
+    missed = []
+    head = "model, tokens, fwd+bwd ms, optimizer ms, model TFLOP/s, of the matmul rate, peak GiB, first loss"
+    for title, experts in EXPERTS.items():
+        report.table(f"{experts} experts, {title}", head.split(", "))
+        rates = {}
+        for name in ("ours", "host"):
+            case = Case(tiny, name == "host", experts, optimizer=title == "with optimizer")
+            result = largest_that_fits(case, groups)
+            runs.empty_cache()
+            if result is None:
+                report.row(name, "does not fit", *[""] * 6)
+                continue
+            rates[name] = result.tflops
+            report.row(
+                name,
+                f"{sum(result.case.lengths):,}",
+                f"{result.milliseconds:.0f}",
+                f"{result.optimizer_milliseconds:.0f}" if case.optimizer else "-",
+                f"{result.tflops:.0f}",
+                f"{result.tflops / ceilings.tflops:.0%}",
+                f"{result.peak:.1f}",
+                f"{result.loss:.3f}",
+            )
+        if rates.get("ours", 0) < TFLOPS:
+            missed.append(f"{title}: {rates.get('ours', 0):.0f} TFLOP/s, wanted {TFLOPS:g}")
+        if "host" in rates and rates["ours"] < TIMES_FASTER * rates["host"]:
+            missed.append(f"{title}: {rates['ours'] / rates['host']:.1f} times the host's rate")
+    return missed
+
+
+def sync_table(report: runs.LiveReport, tiny: bool, groups) -> list[str]:
+    """Host syncs of our forward and backward, cutting of the microbatch included, by number of layers."""
+    report.table("Ours by number of layers", ["layers", "launches", "copies", "syncs with the host"])
+    syncs = []
+    for layers in (4, LAYERS):
+        case = Case(tiny, False, min(EXPERTS.values()), optimizer=False, layers=layers)
+        seen = runs.count(forward_backward(case, build(case, groups), groups))
+        report.row(layers, *seen)
+        syncs.append(seen.syncs)
+        runs.empty_cache()
+    return [f"{syncs[0]} syncs with 4 layers, {syncs[1]} with {LAYERS}"] if syncs[1] > syncs[0] else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write the tables."""
+    arguments = runs.read_arguments(__doc__, argv)
+    ceilings = runs.Ceilings.measure()
+    report = runs.LiveReport(
+        arguments.results,
+        "slice",
+        "# An 8-layer slice of Qwen3.5 35B-A3B",
+        "",
+        *"\n\n".join(__doc__.split("\n\n")[2:5]).splitlines(),
+        "",
+        f"Model FLOPs: {' '.join(model_flops.__doc__.split())} Peak: all that is allocated. Bounds: at least "
+        f"{TIMES_FASTER:g} times the host's rate, {TFLOPS:g} TFLOP/s, and no more syncs with more layers. "
+        "Beside it: 135.6 TFLOP/s per GPU are published for the whole model on 16 H100.",
+        "",
+        ceilings.text(),
+    )
+    with runs.one_rank() as groups:
+        missed = tables(report, arguments.tiny, ceilings, groups)
+        missed += sync_table(report, arguments.tiny, groups)
+    report.text(*(f"- {line}" for line in missed or ["every bound is kept"]))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
