@@ -6,7 +6,6 @@ Import this module before any of megatron: where there is no GPU it puts the CPU
 
 import argparse
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,21 +66,17 @@ def one_rank(cp: int = 1, rank: int = 0, seed: int = 1234) -> Iterator[Any]:
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 5, warm_up: int = 2) -> float:
-    """Median of a few runs, by CUDA events or by the clock."""
+    """Median of a few runs by CUDA events; on a CPU, one run by the clock."""
     if not RUNS_ON_CPU:
         return gpu.milliseconds(function, repeats, warm_up)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
 
 
 def peak_gib(function: Callable[[], object]) -> float:
     """Memory that a run needs beyond what was allocated before it, GiB; NaN on a CPU."""
     if RUNS_ON_CPU:
-        function()
         return float("nan")
     return gpu.peak_gib(function)
 
@@ -103,11 +98,6 @@ def saved_gib(forward: Callable[[], object]) -> float:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
     return sum(size for size, _ in seen.values()) / 2**30
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a step failed for lack of memory only."""
-    return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 def make_sample(lengths: Sequence[int], vocab_size: int) -> dict[str, torch.Tensor]:
@@ -149,10 +139,11 @@ class Counts(NamedTuple):
 
 
 def count(function: Callable[[], object]) -> Counts:
-    """Profile one run, after one that is not looked at."""
-    function()
-    activities = [ProfilerActivity.CPU] + ([] if RUNS_ON_CPU else [ProfilerActivity.CUDA])
+    """Profile one run, on a GPU after one that is not looked at."""
+    activities = [ProfilerActivity.CPU]
     if not RUNS_ON_CPU:
+        activities.append(ProfilerActivity.CUDA)
+        function()
         torch.cuda.synchronize()
     with profile(activities=activities) as seen:
         function()
