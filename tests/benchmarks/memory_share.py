@@ -3,14 +3,14 @@
 python -m tests.benchmarks.memory_share    on a GPU, from the root of the repository; writes
 results/memory_share.md
 
-A whole GatedDeltaNet and a whole attention layer of Qwen3.5 35B-A3B, forward and backward, on one rank of 1, 2,
-4 and 8 that share a stream of 131,072 tokens. One process plays one rank: its group has the wanted size, but
-the others do not exist, so that what would come from them has its shape and is never written (torch's "fake"
-process group). Memory does not depend on values.
+A whole GatedDeltaNet and a whole attention layer of Qwen3.5 35B-A3B, forward and backward, on one rank of 1,
+2, 4 and 8 that share a stream of 131,072 tokens. One process plays one rank: its group has the wanted size,
+but the others do not exist, so that what would come from them has its shape and is never written (torch's
+"fake" process group). Memory does not depend on values.
 
 Predicted for one H200, before anything was measured: GatedDeltaNet 12 GiB and attention 9 GiB at CP 1; peaks
-fall as 1/CP but for a constant of 0.2 GiB, the gradients of the weights; attention by all_gather keeps the whole
-stream's keys and values, 0.25 GiB, besides.
+fall as 1/CP but for a constant of 0.2 GiB, the gradients of the weights; attention by all_gather keeps the
+whole stream's keys and values, 0.25 GiB, besides.
 
 Exit status 1 if a share is larger than 1.15 times what 1/CP and a constant give.
 """
@@ -41,15 +41,17 @@ LAYERS = {
 def share(name: str, tiny: bool, cp: int) -> tuple[float, float]:
     """GiB of one rank: at the peak of forward and backward beyond weights and input, and kept in between."""
     mode, place, cp_comm_type = LAYERS[name]
-    # Two key heads can be shared out over two ranks, as many value heads over four.
-    heads = {"linear_num_value_heads": 8} if tiny else {}
+    heads = {"linear_num_key_heads": 8, "linear_num_value_heads": 8} if tiny else {}  # shared out over 8
     cfg = gdn_layer.config(tiny, num_layers=4, context_parallel_size=cp, cp_comm_type=cp_comm_type, **heads)
-    spec = getattr(layer_specs, f"get_qwen35_{mode}_cp_spec")(cfg).layer_specs[place].submodules
-    extra = {"cp_comm_type": cp_comm_type} if place else {}
     with runs.one_rank(cp=cp, rank=cp - 1) as groups:
+        spec = getattr(layer_specs, f"get_qwen35_{mode}_cp_spec")(cfg).layer_specs[place].submodules
         layer = build_module(
-            spec.self_attention, config=cfg, layer_number=4 if place else 1, pg_collection=groups, **extra
-        ).to(runs.DEVICE, torch.bfloat16)
+            spec.self_attention,
+            config=cfg,
+            layer_number=4 if place else 1,
+            pg_collection=groups,
+            cp_comm_type=cp_comm_type,
+        ).to(runs.DEVICE)
         tokens = (1024 if tiny else TOKENS) // cp
         hidden = torch.randn(tokens, 1, cfg.hidden_size, device=runs.DEVICE, dtype=torch.bfloat16)
         hidden.requires_grad_()
@@ -93,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         *"\n\n".join(__doc__.split("\n\n")[2:4]).splitlines(),
         "",
-        "Peak: beyond weights and input, gradients included. Kept: what forward keeps for backward, weights left "
-        "out. a / CP + b goes through the figures of the smallest and the largest CP size.",
+        "Peak: beyond weights and input, gradients included. Kept: what forward keeps for backward, weights "
+        "left out. a / CP + b goes through the figures of the smallest and the largest CP size.",
         "",
         runs.Ceilings(0, 0).text() if runs.RUNS_ON_CPU else runs.report.gpu(),
     )
