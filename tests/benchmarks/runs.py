@@ -93,9 +93,9 @@ def saved_gib(forward: Callable[[], object]) -> float:
         if not tensor.is_leaf or not tensor.requires_grad:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes(), storage  # held, so that no address is used twice
-        return tensor
+        # Nothing is unpacked; an output that is packed with its own graph would live on in a cycle.
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: None):
         forward()
     return sum(size for size, _ in seen.values()) / 2**30
 
