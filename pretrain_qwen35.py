@@ -59,6 +59,8 @@ from megatron_gdn.microbatch import Microbatch, cut_microbatch
 from megatron_gdn.model import Qwen35Model, build_model
 from megatron_gdn.ops import attention, gated_delta_rule
 from megatron_gdn.prepare_data import check_dataset
+from megatron_gdn.self_test.cases import Setup
+from megatron_gdn.self_test.runner import check_all_ranks
 from megatron_gdn.tokenizer import build_tokenizer
 from megatron_gdn.training_log import TrainingLog
 
@@ -89,6 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--tokenizer",
         metavar="byte|FOLDER",
         help="what the data was prepared with; without it, the host's --tokenizer-type",
+    )
+    group.add_argument(
+        "--no-self-test",
+        dest="self_test",
+        action="store_false",
+        help="do not test the kernels on every GPU before training (a few seconds; longer where they compile)",
     )
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = _refuse_flags
@@ -350,6 +358,27 @@ def refuse(error: BaseException) -> None:
     sys.exit(1)
 
 
+def test_kernels_at_start(args: argparse.Namespace, mode: str, config: Qwen35Config) -> None:
+    """Have the host's start end with the self-test: on each rank's own GPU, before the model is built.
+
+    A failure ends all ranks with one message. On a CPU there is nothing to test: torch's own kernels run.
+    """
+    start = training.initialize_megatron
+
+    @functools.wraps(start)
+    def start_and_test(*places, **options):
+        started = start(*places, **options)
+        device = torch.device(DEVICE_TYPE, None if RUNS_ON_CPU else torch.cuda.current_device())
+        setup = Setup.of(config, device, mode, validation.packs_documents(args))
+        try:
+            check_all_ranks(setup, torch.distributed.group.WORLD, print if args.rank == 0 else lambda line: None)
+        except RuntimeError as error:
+            refuse(error)
+        return started
+
+    training.initialize_megatron = start_and_test
+
+
 def main() -> None:
     """Check everything, say what will run, train, draw the loss."""
     cpu.skip_helper_compilation()
@@ -368,6 +397,8 @@ def main() -> None:
         cpu.fork_checkpoint_writer()
         # Warms up compiled functions, of which there are none here, and would move the random state.
         training.set_jit_fusion_options = lambda tp_size=None: None
+    if args.self_test and not RUNS_ON_CPU:
+        test_kernels_at_start(args, spec.gdn_cp_mode, container.model.transformer)
     repair_optimizer_checkpoints()
     log = None
     if args.rank == args.world_size - 1:  # the one that knows the loss, on the last pipeline stage

@@ -10,13 +10,14 @@ import signal
 import sys
 from importlib import import_module
 
-COMMANDS = {"prepare-data": "megatron_gdn.prepare_data"}
+COMMANDS = {"doctor": "megatron_gdn.doctor", "prepare-data": "megatron_gdn.prepare_data"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0: done. 2: the input or the flags are not right, told in one line. 130, 143: stopped by a signal.
+    0: done. 1: `doctor` found a fault. 2: the input or the flags are not right, told in one line. 130, 143:
+    stopped by a signal.
     """
     parser = argparse.ArgumentParser(prog="python -m megatron_gdn", description="Tools around training.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
