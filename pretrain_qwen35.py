@@ -371,7 +371,8 @@ def test_kernels_at_start(args: argparse.Namespace, mode: str, config: Qwen35Con
         device = torch.device(DEVICE_TYPE, None if RUNS_ON_CPU else torch.cuda.current_device())
         setup = Setup.of(config, device, mode, validation.packs_documents(args))
         try:
-            check_all_ranks(setup, torch.distributed.group.WORLD, print if args.rank == 0 else lambda line: None)
+            say = print if args.rank == 0 else lambda line: None
+            check_all_ranks(setup, torch.distributed.group.WORLD, say)
         except RuntimeError as error:
             refuse(error)
         return started

@@ -179,6 +179,10 @@ def _setup(device, args: argparse.Namespace):
         raise ValueError(
             f"--gdn-backend {args.gdn_backend!r} is unknown; choose one of {', '.join(GDN_BACKENDS)}."
         )
+    if args.tensor_model_parallel_size < 1:
+        raise ValueError(
+            f"--tensor-model-parallel-size must be at least 1, got {args.tensor_model_parallel_size}."
+        )
     on_gpu = device.type == "cuda"
     dtype = args.dtype or ("bf16" if on_gpu else "fp32")
     config = Qwen35Config.from_size(

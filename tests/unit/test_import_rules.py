@@ -26,8 +26,11 @@ ALLOWED = {
     "ops.causal_conv": {"cp_layout", "rows", "ops.causal_conv_triton"},
     "ops.norms": {"cp_layout", "rows", "ops.norms_triton"},
     "ops.*": {"cp_layout", "rows"},
+    # It sees kernels through their doors, as layers do, and no layer.
+    "self_test.*": {"rows", "ops.*", "self_test.*"},
 }
 _ABOVE_LAYERS = {"layer_specs", "checkpoint", "checkpoint.*", "planner", "prepare_data", "cpu", "__main__"}
+_ABOVE_LAYERS |= {"doctor", "self_test", "self_test.*"}
 DENIED = {
     "gated_delta_net": _ABOVE_LAYERS | {"attention"},
     "attention": _ABOVE_LAYERS | {"gated_delta_net"},
