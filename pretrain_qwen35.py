@@ -358,7 +358,7 @@ def refuse(error: BaseException) -> None:
     sys.exit(1)
 
 
-def test_kernels_at_start(args: argparse.Namespace, mode: str, config: Qwen35Config) -> None:
+def check_kernels_at_start(args: argparse.Namespace, mode: str, config: Qwen35Config) -> None:
     """Have the host's start end with the self-test: on each rank's own GPU, before the model is built.
 
     A failure ends all ranks with one message. On a CPU there is nothing to test: torch's own kernels run.
@@ -399,7 +399,7 @@ def main() -> None:
         # Warms up compiled functions, of which there are none here, and would move the random state.
         training.set_jit_fusion_options = lambda tp_size=None: None
     if args.self_test and not RUNS_ON_CPU:
-        test_kernels_at_start(args, spec.gdn_cp_mode, container.model.transformer)
+        check_kernels_at_start(args, spec.gdn_cp_mode, container.model.transformer)
     repair_optimizer_checkpoints()
     log = None
     if args.rank == args.world_size - 1:  # the one that knows the loss, on the last pipeline stage

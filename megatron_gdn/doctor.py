@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             print("\nno GPU: torch's own kernels run, on the CPU")
             devices = [torch.device("cpu")]
-        wrong = sum([test_device(device, args) for device in devices])
+        wrong = sum([check_device(device, args) for device in devices])
     print(f"\n{wrong} checks FAILED" if wrong else "\nall kernels are right")
     return 1 if wrong else 0
 
@@ -130,7 +130,7 @@ def _libraries_of_torch() -> str:
     return f"{torch.backends.cudnn.version() or 'none'}, {torch.version.cuda or 'none'}"
 
 
-def test_device(device, args: argparse.Namespace) -> int:
+def check_device(device, args: argparse.Namespace) -> int:
     """Print what runs on a device and how each kernel does; the number of failures."""
     import torch
 

@@ -104,20 +104,20 @@ class Source:
     """Random numbers of a fixed seed, which leaves torch's own generators alone."""
 
     def __init__(self, setup: Setup):
-        self.setup, self.generator = setup, torch.Generator().manual_seed(1234)
+        self.setup, self.generator = setup, torch.Generator(setup.device).manual_seed(1234)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """[shape] on the device; in the model's dtype unless another is given."""
-        values = torch.randn(*shape, generator=self.generator)
-        return values.to(self.setup.device, dtype or self.setup.dtype)
+        values = torch.randn(*shape, generator=self.generator, device=self.setup.device)
+        return values.to(dtype or self.setup.dtype)
 
     def order(self, length: int) -> Tensor:
         """A permutation, int64."""
-        return torch.randperm(length, generator=self.generator).to(self.setup.device)
+        return torch.randperm(length, generator=self.generator, device=self.setup.device)
 
     def numbers(self, length: int, below: int) -> Tensor:
         """[length] of 0 .. below-1, int64."""
-        return torch.randint(below, (length,), generator=self.generator).to(self.setup.device)
+        return torch.randint(below, (length,), generator=self.generator, device=self.setup.device)
 
 
 def differentiated(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:

@@ -41,7 +41,7 @@ def rule(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:
     plain = kernel == "torch"
     key_heads = min(setup.key_heads, 2) if plain else setup.key_heads
     heads = key_heads * (setup.value_heads // setup.key_heads)
-    total = 198 if plain else 4096
+    total = 198 if plain else 4224
     borders = _borders(total, packed)
     rows = Rows.from_ranges(borders, _spans(total, num_spans), 1, setup.device)
     inputs = {

@@ -80,9 +80,9 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def run_checks(setup: Setup, checks: tuple[Check, ...] = CHECKS) -> Iterator[Result]:
+def run_checks(setup: Setup) -> Iterator[Result]:
     """Run every check that applies, one after another. No communication; torch's random state stays."""
-    for check in checks:
+    for check in CHECKS:
         if check.applies(setup):
             yield run_check(check, setup)
 
@@ -141,6 +141,8 @@ def check_all_ranks(setup: Setup, group: dist.ProcessGroup, say: Callable[[str],
     Communication: one gathering of the failures over `group`.
     """
     start = time.perf_counter()
+    if setup.on_gpu:
+        say("self-test of the kernels; the first run on a machine compiles them, which takes minutes ...")
     results = list(run_checks(setup))
     if setup.on_gpu:
         torch.cuda.empty_cache()
