@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--no-self-test",
         dest="self_test",
         action="store_false",
-        help="do not test the kernels on every GPU before training (a few seconds; longer where they compile)",
+        help="do not test the kernels on every GPU before training",
     )
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = _refuse_flags

@@ -24,7 +24,9 @@ def start(rank: int, world_size: int, broken: tuple[int, ...]) -> tuple[str, str
     names = ("norm", "SwiGLU of experts")
     runner.CHECKS = tuple(check for check in runner.CHECKS if check.name in names)
     script.print = lambda line, **_: said.append(line)
-    script.time = SimpleNamespace(sleep=lambda seconds: None)  # ranks other than the first wait before they speak
+    script.time = SimpleNamespace(
+        sleep=lambda seconds: None
+    )  # ranks other than the first wait before they speak
     script.training.initialize_megatron = lambda word: f"{word} started"
     config = Qwen35Config.from_size("debug", transformer_impl="local", params_dtype=torch.float32)
     script.check_kernels_at_start(args, "headwise", config)

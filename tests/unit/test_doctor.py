@@ -63,7 +63,9 @@ def test_all_is_right(quick, packages, capsys):
 def test_a_wrong_kernel_ends_with_1(quick, packages, capsys, monkeypatch):
     """Named in its line; the other checks run all the same."""
     right = norms.rms_norm
-    monkeypatch.setattr(norms, "rms_norm", lambda x, weight, *rest: right(x, weight.detach() + 0 * weight, *rest))
+    monkeypatch.setattr(
+        norms, "rms_norm", lambda x, weight, *rest: right(x, weight.detach() + 0 * weight, *rest)
+    )
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "FAILED   norm (torch): FAILED: relative error 1.0e+00 in the gradient of weight" in said
@@ -108,7 +110,9 @@ def test_triton_that_fla_cannot_use_on_hopper(hopper):
         gated_delta_rule.choose_backend.cache_clear()
         return "\n".join(doctor.avoided(setup_on_gpu()))
 
-    assert "fla: its backward raises on Hopper with Triton 3.6.0; install tilelang or Triton >= 3.7.1" in told()
+    assert (
+        "fla: its backward raises on Hopper with Triton 3.6.0; install tilelang or Triton >= 3.7.1" in told()
+    )
     assert "flash_qla: it needs flash-qla 0.1.3" in told()
     assert "nvidia-cudnn-frontend is not installed" in told()
     hopper["tilelang"] = (0, 1, 15)

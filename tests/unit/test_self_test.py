@@ -29,7 +29,11 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 
 def setup_for(dtype: torch.dtype = torch.float32, size: str = "debug", mode=None, packed=None, **overrides):
-    overrides = {"transformer_impl": "local", "params_dtype": dtype, "bf16": dtype == torch.bfloat16} | overrides
+    overrides = {
+        "transformer_impl": "local",
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    } | overrides
     return Setup.of(Qwen35Config.from_size(size, **overrides), CPU, mode, packed)
 
 
@@ -73,13 +77,17 @@ def scaled_result(place: int):
 
 # check: (module, its kernel, how it is broken, what the self-test must name)
 BROKEN = {
-    "gated delta rule, documents": (gated_delta_rule_torch, "run", wrong_gradient(3), "gradient of (a|A_log|dt_bias)"),
+    "gated delta rule, documents": (
+        gated_delta_rule_torch, "run", wrong_gradient(3), "gradient of (a|A_log|dt_bias)",
+    ),
     "gated delta rule with states passed on, one document": (
         gated_delta_rule_torch, "run", wrong_gradient(1), "gradient of k",
     ),
     "convolution, one document": (causal_conv, "_torch_conv", wrong_gradient(1), "gradient of weight"),
     "attention, documents": (attention_torch, "backward", scaled_result(1), "gradient of k"),
-    "attention to earlier spans, one document": (attention_torch, "backward", scaled_result(2), "gradient of v"),
+    "attention to earlier spans, one document": (
+        attention_torch, "backward", scaled_result(2), "gradient of v",
+    ),
     "norm": (norms, "rms_norm", wrong_gradient(1), "gradient of weight"),
     "gated norm": (norms, "gated_rms_norm", wrong_gradient(1), "gradient of gate"),
     "rows of experts": (row_sums, "sum_rows", wrong_gradient(0), "gradient of x"),
