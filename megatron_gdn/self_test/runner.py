@@ -117,8 +117,9 @@ def compare(
             return float("inf"), f"FAILED: {name} has shape {tuple(g.shape)}, not {tuple(w.shape)}"
         gate = name.rpartition(" ")[2] in GATES
         tolerance = TOLERANCES[dtype] * (GATE_FACTOR if gate else 1)
-        error = ((g.double() - w).norm() / w.norm()).item()
-        if error != error:  # not finite: the comparisons below would all be false
+        difference, size = (g.double() - w).norm().item(), w.norm().item()
+        error = difference / size if size else difference and float("inf")
+        if error != error:  # not a number: the comparisons below would all be false
             error = float("inf")
         if error / tolerance > worst:
             worst = error / tolerance
