@@ -27,7 +27,7 @@ PACKAGES = (
     Package("megatron-core", "nothing runs: pip install -e .", required=True),
     Package("torch", "nothing runs: pip install -e .", required=True),
     Package("triton", "no kernel of ours runs: pip install triton", required=True),
-    Package("flash-linear-attention", "no convolution and no rule in bf16: pip install -e .", required=True),
+    Package("flash-linear-attention", "no rule in bf16: pip install -e .", required=True),
     Package(
         "flash-qla", "on Hopper the gated delta rule is up to three times slower: pip install -e '.[gpu]'"
     ),

@@ -46,15 +46,18 @@ def causal_conv1d_silu(
         One [R, s, size] per section in x's dtype.
     """
     sections = tuple(zip(sizes, norm_dims, strict=True))
-    if x.is_cuda and x.dtype != torch.float64 and _fits(weight.shape[1], norm_dims):
+    if backend_name(x.device, x.dtype, weight.shape[1], norm_dims) == "Triton":
         return _TritonConv.apply(x, weight, halo, rows, sections)
     return _torch_conv(x, weight, halo, rows, sections)
 
 
-def _fits(width: int, norm_dims: Sequence[int | None]) -> bool:
-    """Whether the Triton kernels take taps and heads of these sizes."""
+def backend_name(
+    device: torch.device, dtype: torch.dtype, width: int, norm_dims: Sequence[int | None]
+) -> str:
+    """Which kernels run on such tensors, with so many taps and heads of these sizes: Triton or torch."""
     heads_fit = all(dim is None or (dim & (dim - 1) == 0 and dim <= 512) for dim in norm_dims)
-    return heads_fit and width <= causal_conv_triton.MAX_WIDTH
+    fits = heads_fit and width <= causal_conv_triton.MAX_WIDTH and dtype != torch.float64
+    return "Triton" if device.type == "cuda" and fits else "torch"
 
 
 def _torch_conv(x, weight, halo, rows, sections):

@@ -13,7 +13,7 @@ def norm(setup: Setup, source: Source) -> Case:
     from megatron_gdn.ops.norms import rms_norm
 
     return Case(
-        "torch",
+        _triton(setup),
         {"x": source.normal(TOKENS, setup.hidden), "weight": source.normal(setup.hidden)},
         differentiated(lambda x, weight: rms_norm(x, weight, setup.eps, True)),
         differentiated(lambda x, weight: _normalised(x, setup.eps) * (1 + weight)),
@@ -28,7 +28,7 @@ def gated_norm(setup: Setup, source: Source) -> Case:
     shape = TOKENS, setup.value_heads, setup.value_head_dim
     weight = source.normal(setup.value_head_dim, dtype=torch.float32)
     return Case(
-        "torch",
+        _triton(setup),
         {"x": source.normal(*shape), "gate": source.normal(*shape), "weight": weight},
         differentiated(lambda x, gate, weight: gated_rms_norm(x, gate, weight, setup.eps, True)),
         differentiated(

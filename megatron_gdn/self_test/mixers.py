@@ -44,9 +44,10 @@ def rule(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:
     total = 198 if plain else 4224
     borders = _borders(total, packed)
     rows = Rows.from_ranges(borders, _spans(total, num_spans), 1, setup.device)
+    q, k = (F.normalize(source.normal(1, total, key_heads, dims[0]), dim=-1) for _ in range(2))
     inputs = {
-        "q": source.normal(1, total, key_heads, setup.key_head_dim),
-        "k": source.normal(1, total, key_heads, setup.key_head_dim),
+        "q": q,
+        "k": k,
         "v": source.normal(1, total, heads, setup.value_head_dim),
         "a": source.normal(1, total, heads),
         "b": source.normal(1, total, heads),
@@ -74,7 +75,7 @@ def rule(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:
 def _rule_token_by_token(q, k, v, a, b, A_log, dt_bias, positions: list[int]) -> Tensor:
     """The recurrence as it is defined, [1, T, ...]; its state is zero where a document begins."""
     groups = v.shape[2] // q.shape[2]
-    q, k = (F.normalize(x[0], dim=-1, eps=1e-12).repeat_interleave(groups, 1) for x in (q, k))
+    q, k = (x[0].repeat_interleave(groups, 1) for x in (q, k))
     decay = (-A_log.exp() * F.softplus(a[0] + dt_bias)).exp()
     beta, state, out = b[0].sigmoid(), None, []
     for t, position in enumerate(positions):
@@ -98,11 +99,12 @@ def scan_rows(summaries: Tensor, reverse: bool = False) -> Tensor:
 
 
 def convolution(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:
-    """Spans that are told the tokens before them, or the stream in one piece."""
+    """With SiLU, q and k normalised. Spans that are told the tokens before them, or the stream whole."""
     from megatron_gdn.ops.causal_conv import backend_name, causal_conv1d_silu
 
     total, taps = 960, setup.conv_width - 1
-    channels = 2 * setup.key_heads * setup.key_head_dim + setup.value_heads * setup.value_head_dim
+    sizes = (setup.key_heads * setup.key_head_dim,) * 2 + (setup.value_heads * setup.value_head_dim,)
+    norm_dims = setup.key_head_dim, setup.key_head_dim, None
     borders = _borders(total, packed)
     rows = Rows.from_ranges(borders, _spans(total, num_spans), 1, setup.device)
 
@@ -110,7 +112,8 @@ def convolution(setup: Setup, source: Source, packed: bool, num_spans: int) -> C
         cut, halo = x.unflatten(1, (num_spans, -1)).flatten(0, 1), None
         if num_spans > 1:
             halo = torch.cat([torch.zeros_like(cut[:1, :taps]), cut[:-1, cut.shape[1] - taps :]])
-        return causal_conv1d_silu(cut, weight, rows, halo).flatten(0, 1).unsqueeze(0)
+        sections = causal_conv1d_silu(cut, weight, rows, halo, sizes=sizes, norm_dims=norm_dims)
+        return torch.cat(sections, -1).flatten(0, 1).unsqueeze(0)
 
     def truth(x, weight):
         positions = _positions(borders, setup.device)
@@ -118,13 +121,20 @@ def convolution(setup: Setup, source: Source, packed: bool, num_spans: int) -> C
         for back in range(1, taps + 1):
             earlier = F.pad(x, (0, 0, back, 0))[:, :total] * (positions >= back).unsqueeze(-1)
             out = out + earlier * weight[:, -1 - back]
-        return out * out.sigmoid()
+        q, k, v = (out * out.sigmoid()).split(sizes, -1)
+        return torch.cat([_l2norm(q, norm_dims[0]), _l2norm(k, norm_dims[1]), v], -1)
 
+    channels = sum(sizes)
     inputs = {"x": source.normal(1, total, channels), "weight": source.normal(channels, setup.conv_width)}
-    kernel = backend_name(setup.device, setup.dtype)
+    kernel = backend_name(setup.device, setup.dtype, setup.conv_width, norm_dims)
     return Case(
         kernel, inputs, differentiated(ours), differentiated(truth), source.normal(1, total, channels)
     )
+
+
+def _l2norm(x: Tensor, dim: int) -> Tensor:
+    heads = x.unflatten(-1, (-1, dim))
+    return (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()).flatten(-2)
 
 
 def attention(setup: Setup, source: Source, packed: bool) -> Case:
