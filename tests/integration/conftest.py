@@ -1,6 +1,7 @@
 """Small data for training, and the training script imported once, so that ranks can be forked from here."""
 
 import argparse
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -36,3 +37,12 @@ def training_script() -> None:
     """Import the training script, once for all ranks."""
     if not NUM_DEVICES:
         import pretrain_qwen35  # noqa: F401
+
+
+@pytest.fixture
+def torchrun(tmp_path) -> Path:
+    """Stands for torchrun: says what it is given, one word a line, and exits with $STATUS."""
+    path = tmp_path / "torchrun"
+    path.write_text(f"#!{shutil.which('bash')}\nprintf '%s\\n' \"$@\"\nexit ${{STATUS:-0}}\n")
+    path.chmod(0o755)
+    return path

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +12,17 @@ from tests.helpers.pretrain import check_command_line, losses, pretrain
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-HEADWISE, CHUNKWISE = (f"qwen35_moe/pretrain_{mode}_cp.sh" for mode in ("headwise", "chunkwise"))
+DENSE, MOE = "qwen35_dense/pretrain_4b.sh", "qwen35_moe/pretrain_35b_a3b.sh"
+OF_A_RUN = ("NNODES", "NODE_RANK", "MASTER_ADDR", "CP", "MODEL", "MODE", "SAVE")
 SMALL = (
-    "--expert-model-parallel-size 4 --context-parallel-size 2 --seq-length 64 --train-iters 2 "
+    "--context-parallel-size 2 --seq-length 64 --train-iters 2 "
     "--lr-warmup-iters 0 --global-batch-size 4 --log-interval 1 --eval-iters 0 --num-workers 0 --split 9,1,0"
 ).split()
 
 
-@pytest.fixture
-def torchrun(tmp_path) -> Path:
-    """Stands for torchrun: says what it is given, one word a line, and exits with $STATUS."""
-    path = tmp_path / "torchrun"
-    path.write_text(f"#!{shutil.which('bash')}\nprintf '%s\\n' \"$@\"\nexit ${{STATUS:-0}}\n")
-    path.chmod(0o755)
-    return path
-
-
 def run(script: str, *flags: str, **env: str) -> subprocess.CompletedProcess:
     """Run a script of examples/, without what this process's own environment says of ranks and runs."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "CP")}
+    clean = {k: v for k, v in os.environ.items() if k not in OF_A_RUN}
     return subprocess.run(
         [EXAMPLES / script, *flags], env=clean | env, capture_output=True, text=True, timeout=240
     )
@@ -47,39 +38,38 @@ def command_line(script: str, torchrun: Path, *flags: str, **env: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("script", "model", "nodes"),
+    ("script", "mode", "small"),
     [
-        (HEADWISE, "35b_a3b", 1),
-        (CHUNKWISE, "35b_a3b", 2),
-        (HEADWISE, "122b_a10b", 4),
-        (CHUNKWISE, "122b_a10b", 8),
+        (DENSE, "headwise", ["--tensor-model-parallel-size", "2"]),
+        (MOE, "headwise", ["--expert-model-parallel-size", "4"]),
+        (MOE, "chunkwise", ["--expert-model-parallel-size", "4"]),
     ],
 )
-def test_flags_are_accepted_at_full_size(script, model, nodes, torchrun, data, tmp_path):
-    env = {"MODEL": model, "DATA_PATH": data, "TOKENIZER": "byte", "SAVE": str(tmp_path / "save")}
-    if nodes > 1:
-        env |= {"NNODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "node0"}
-    # Of the few documents here, the script's share for validation comes to none.
-    _, flags = command_line(script, torchrun, "--split", "9,1,0", **env)
-    check_command_line(8 * nodes, flags, tmp_path)
-    assert not (tmp_path / "save").exists()
-
-
-@pytest.mark.parametrize("script", [HEADWISE, CHUNKWISE])
-def test_script_trains_small(script, torchrun, data, tmp_path):
-    env = {"MODEL": "debug", "DATA_PATH": data, "TOKENIZER": "byte", "SAVE": str(tmp_path / "save")}
-    own, flags = command_line(script, torchrun, *SMALL, NGPU="4", **env)
+def test_script_trains_small(script, mode, small, torchrun, data, tmp_path):
+    env = {"MODEL": "debug", "MODE": mode, "DATA_PATH": data, "TOKENIZER": "byte"}
+    env |= {"SAVE": str(tmp_path / "save"), "NGPU": "4"}
+    own, flags = command_line(script, torchrun, *SMALL, *small, **env)
     assert own[-2:] == ["--nproc-per-node", "4"]
+    assert f"get_qwen35_{mode}_cp_spec" in flags
     pretrain(4, flags, tmp_path / "output")
     assert list(losses(tmp_path / "save")) == [1, 2]
     assert (tmp_path / "save" / "iter_0000002").is_dir()
 
 
+def test_readme_long_stream(torchrun, data, tmp_path):
+    """The README's own sizes for a long stream are accepted."""
+    long = re.search(r"--context-parallel-size 32 .*", (EXAMPLES / "README.md").read_text())[0].split()
+    env = {"DATA_PATH": data, "TOKENIZER": "byte", "SAVE": str(tmp_path / "save")}
+    env |= {"NNODES": "8", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    flags = command_line(MOE, torchrun, *long, "--split", "9,1,0", **env)[1]
+    check_command_line(64, flags, tmp_path)
+
+
 def test_script_says_what_it_needs(torchrun, data):
-    result = run(HEADWISE, TORCHRUN=str(torchrun), DATA_PATH="", TOKENIZER="")
+    result = run(MOE, TORCHRUN=str(torchrun), DATA_PATH="", TOKENIZER="")
     assert result.returncode == 2 and "error: set DATA_PATH=PREFIX and TOKENIZER" in result.stderr
-    result = run(HEADWISE, TORCHRUN=str(torchrun), DATA_PATH=data, TOKENIZER="byte", MODEL="36b")
-    assert result.returncode == 2 and "model_debug.sh" in result.stderr
+    result = run(MOE, TORCHRUN=str(torchrun), DATA_PATH=data, TOKENIZER="byte", MODEL="36b")
+    assert result.returncode == 2 and "model_debug.sh" in result.stderr and "4b" not in result.stderr
 
 
 def test_launch_on_several_nodes(torchrun):

@@ -1,27 +1,31 @@
 # shellcheck shell=bash
-# What the pretrain scripts beside this file have in common: model, data, training. Not run by itself.
+# What the pretrain scripts of qwen35_dense/ and qwen35_moe/ have in common: spec, data, training. Not run by itself.
 #
-#   MODEL=35b_a3b           model_$MODEL.sh
+#   MODE=chunkwise          how GatedDeltaNet layers use context parallelism: chunkwise or headwise
+#   MODEL=...               model_$MODEL.sh beside the script; every script has its own default
 #   DATA_PATH=PREFIX        made by python -m megatron_gdn prepare-data; required
 #   TOKENIZER=byte|FOLDER   what it was prepared with; required
 #   SAVE=runs/...           checkpoints, loss curve and log
 #   and what examples/launch.sh takes: NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 
-# pretrain [pretrain flags]: the flags win over those below.
+# pretrain MODEL [pretrain flags]: the flags win over those below.
 pretrain() {
-    local here model=${MODEL:-35b_a3b}
-    here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+    local model=$1 scripts mode=${MODE:-chunkwise}
+    shift
+    scripts=$(cd "$(dirname "$0")" && pwd)
     if [[ -z ${DATA_PATH:-} || -z ${TOKENIZER:-} ]]; then
         echo "error: set DATA_PATH=PREFIX and TOKENIZER=byte|FOLDER, as given to" \
             "python -m megatron_gdn prepare-data." >&2
         return 2
-    elif [[ ! -f $here/model_$model.sh ]]; then
-        echo "error: MODEL=$model has no file $here/model_$model.sh; choose from: $(cd "$here" && echo model_*.sh)." >&2
+    elif [[ ! -f $scripts/model_$model.sh ]]; then
+        echo "error: MODEL=$model has no file $scripts/model_$model.sh; choose from:" \
+            "$(cd "$scripts" && echo model_*.sh)." >&2
         return 2
     fi
     # shellcheck source=examples/qwen35_moe/model_debug.sh
-    source "$here/model_$model.sh"
+    source "$scripts/model_$model.sh"
 
+    local spec_args=(--spec megatron_gdn.layer_specs "get_qwen35_${mode}_cp_spec")
     local data_args=(
         --data-path "$DATA_PATH"
         --tokenizer "$TOKENIZER"
@@ -46,8 +50,8 @@ pretrain() {
         --eval-interval 500
         --eval-iters 10
         --log-interval 10
-        --save "${SAVE:-runs/$model-$(basename "$0" .sh)}"
+        --save "${SAVE:-runs/$model-$mode}"
         --save-interval 500
     )
-    exec "$here/../launch.sh" "${MODEL_ARGS[@]}" "${data_args[@]}" "${train_args[@]}" "$@"
+    exec "$scripts/../launch.sh" "${MODEL_ARGS[@]}" "${spec_args[@]}" "${data_args[@]}" "${train_args[@]}" "$@"
 }
