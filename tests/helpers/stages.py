@@ -66,7 +66,9 @@ def build_chunks(model_config, groups: ProcessGroupCollection) -> list[Qwen35Mod
 def layers_of(chunk: Qwen35Model) -> list[Layer]:
     """What was built, from the modules themselves."""
     return [
-        Layer(layer.layer_number, isinstance(layer.self_attention, GatedDeltaNet), hasattr(layer.mlp, "router"))
+        Layer(
+            layer.layer_number, isinstance(layer.self_attention, GatedDeltaNet), hasattr(layer.mlp, "router")
+        )
         for layer in chunk.decoder.layers
     ]
 
