@@ -166,6 +166,7 @@ def prepare():
     validation.check_positive(args)
     validation.check_schedule(args)
     validation.check_documents(args)
+    validation.check_recompute(args)
     validation.check_parallel_sizes(args, spec.gdn_cp_mode)
     validation.check_lengths(
         args,

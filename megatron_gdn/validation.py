@@ -295,6 +295,30 @@ def check_unsupported(args: Any) -> None:
         )
 
 
+def check_recompute(args: Any) -> None:
+    """Refuse modules of --recompute-modules that would not be recomputed, or end in an error of the host.
+
+    The host recomputes norms and expert activations by a function that asks TransformerEngine about fp8.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    modules, granularity = args.recompute_modules or [], args.recompute_granularity
+    if args.recompute_activations:  # the host reads it as selective, whatever else is said
+        granularity = "selective"
+    if modules and granularity != "selective":
+        raise ValueError(
+            f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective, got "
+            f"{granularity}; add that, or leave the modules out."
+        )
+    needs = [name for name in modules if name in ("layernorm", "moe_act")]
+    if needs and not importlib.util.find_spec("transformer_engine"):
+        raise ValueError(
+            f"--recompute-modules {' '.join(needs)} needs TransformerEngine, which is not installed; install "
+            "it, or use core_attn, gdn_norm_out, mlp, moe, shared_experts, or --recompute-granularity full."
+        )
+
+
 def check_positive(args: Any) -> None:
     """Refuse sizes of zero or less, which the host divides by.
 

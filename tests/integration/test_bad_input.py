@@ -58,6 +58,11 @@ CASES = {
         {"transformer-impl": "transformer_engine"},
         "--transformer-impl transformer_engine.*not installed.*local",
     ),
+    "norms recomputed without TransformerEngine": (
+        2,
+        {"recompute-granularity": "selective", "recompute-modules": "gdn_norm_out layernorm"},
+        "--recompute-modules layernorm needs TransformerEngine.*not installed.*gdn_norm_out",
+    ),
     "nothing to evaluate on": (1, {"split": "1,0,0", "eval-iters": 2}, "--eval-iters 2.*--split 1,0,0"),
     "share of no document": (1, {"split": "999,1,0"}, "--split 999,1,0: the share 1 comes to none"),
     "warm-up without end": (1, {"lr-warmup-iters": 6}, "--lr-warmup-iters 6 must be below"),

@@ -222,6 +222,32 @@ def test_check_positive(changes, words):
         validation.check_positive(Flags(**changes))
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "modules moe_act needs"),
+        (
+            {"recompute_activations": True, "recompute_modules": ["mlp", "layernorm"]},
+            "modules layernorm needs",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+            "modules mlp .*selective.*got full",
+        ),
+        ({"recompute_modules": ["gdn_norm_out"]}, "modules gdn_norm_out .*selective.*got None"),
+    ],
+)
+def test_check_recompute(flags, words, monkeypatch):
+    """Modules for which the host needs TransformerEngine, and modules that it would not read."""
+    monkeypatch.setattr(validation.importlib.util, "find_spec", lambda name: None)
+    validation.check_recompute(Flags(recompute_granularity="full"))
+    validation.check_recompute(
+        Flags(recompute_granularity="selective", recompute_modules=["core_attn", "gdn_norm_out", "mlp"])
+    )
+    with pytest.raises(ValueError, match=words):
+        validation.check_recompute(Flags(**flags))
+
+
 def make_schedule(**changes) -> SimpleNamespace:
     """Flags of a run that is fine, with `changes`."""
     names = (
