@@ -62,6 +62,7 @@ def small_fields(groups) -> dict:
         "hidden_size": 64,
         "num_moe_experts": 4,
         "tensor_model_parallel_size": groups.tp.size(),
+        "pipeline_model_parallel_size": groups.pp.size(),
         "context_parallel_size": groups.cp.size(),
         "expert_model_parallel_size": groups.ep.size(),
         "expert_tensor_parallel_size": groups.expt_tp.size(),
@@ -73,13 +74,25 @@ def small_fields(groups) -> dict:
     }
 
 
-def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **overrides):
+def make_model(
+    groups,
+    mode: str,
+    state: dict[str, Tensor] | None = None,
+    *,
+    tied: bool = False,
+    vp_stage: int | None = None,
+    distributed_optimizer: bool = False,
+    **overrides,
+):
     """The model as `--spec` names it, in the host's gradient buffers.
 
     Args:
         groups: process groups.
         mode: of GDN context parallelism.
         state: whole tensors by checkpoint key; random if None.
+        tied: the output layer shares the embedding's weight.
+        vp_stage: virtual pipeline stage to build.
+        distributed_optimizer: lay the buffers out for the host's distributed optimizer.
         **overrides: fields of the config.
     """
     ours = {"cp_comm_type": "p2p", "transformer_impl": "local"}
@@ -91,9 +104,9 @@ def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **over
         seq_length=128,
         fp16_lm_cross_entropy=False,
         parallel_output=True,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )
-    model = build_model(whole, groups)
+    model = build_model(whole, groups, vp_stage=vp_stage)
     model_parallel_cuda_manual_seed(
         1
     )  # asked for by sequence parallelism; nothing here is random after _start
@@ -102,7 +115,8 @@ def make_model(groups, mode: str, state: dict[str, Tensor] | None = None, **over
     else:
         for shard in shards(model):
             shard.data.copy_(state[shard.key][shard.place])
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model, pg_collection=groups)
+    buffers = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
+    return DistributedDataParallel(config, buffers, model, pg_collection=groups)
 
 
 def randomize(model) -> None:
