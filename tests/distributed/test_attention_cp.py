@@ -5,6 +5,7 @@ packings, since starting ranks costs more than a case.
 """
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_gdn.layer_specs import LocalBackend, _attention_spec
 from megatron_gdn.stream import StreamParams, StreamPlan
 from tests.helpers.cases import BF16_FACTOR, EXACT, FP32_TRUTH, PACKINGS
 from tests.helpers.compare import assert_close, assert_no_worse, local_part, relative_rms, summed_grads
-from tests.helpers.distributed import count_collectives, make_groups, run_ranks
+from tests.helpers.distributed import alone, count_collectives, make_groups, run_ranks
 from tests.helpers.reference import AttentionSizes, attention_reference, gated_attention_reference
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -301,8 +302,9 @@ def layer_part(x, config, groups):
 def run_layer(layer, config, groups, packing, dtype):
     """Output and input gradient [s, B, hidden], and parameter gradients summed as the host sums them."""
     case, cp = PACKINGS[packing], groups.cp
-    plan = StreamPlan(config.cp_layout, cp.size(), cp.rank(), case.seq_len, case.batch, case.borders, CPU)
-    hidden, upstream = (layer_part(x, config, groups).to(dtype) for x in layer_truth(packing)[:2])
+    device = layer.linear_qkv.weight.device
+    plan = StreamPlan(config.cp_layout, cp.size(), cp.rank(), case.seq_len, case.batch, case.borders, device)
+    hidden, upstream = (layer_part(x, config, groups).to(device, dtype) for x in layer_truth(packing)[:2])
     hidden = hidden.clone().requires_grad_()
     output, bias = layer(hidden, None, packed_seq_params=StreamParams(qkv_format="thd", plan=plan))
     assert bias is None
@@ -349,6 +351,45 @@ def test_gated_self_attention_matches_reference_with_tensor_parallel(tp, cp, seq
     for packing in packings:
         layer_truth(packing)
     run_ranks(check_layer, tp * cp, tp, packings, sequence_parallel)
+
+
+def check_layer_bf16(rank, world_size, tp, packings, device="cpu"):
+    cpu.enable()
+    with make_groups(tp=tp, cp=world_size // tp) as groups:
+        solo = alone(groups)
+
+        def run(where, cp_comm_type, layout, packing):
+            size, params = where.tp.size(), layer_truth(packing)[2]
+            parallel = {"tp": size, "cp": where.cp.size(), "sequence_parallel": size > 1}
+            config = config_for(cp_layout=layout, **parallel)
+            layer = build(config, where, params, cp_comm_type).to(device, torch.bfloat16)
+            return config, *run_layer(layer, config, where, packing, torch.bfloat16)
+
+        for packing in packings:
+            *_, output, hidden_grad, param_grads = layer_truth(packing)
+            _, whole, whole_grad, whole_grads = run(solo, None, LAYOUTS[0], packing)
+            for layout, cp_comm_type in product(LAYOUTS, COMM_TYPES):
+                config, *got, grads = run(groups, cp_comm_type, layout, packing)
+                where = f"{packing} {cp_comm_type} {layout}"
+                for name, g, u, w in (
+                    ("output", got[0], whole, output),
+                    ("d hidden", got[1], whole_grad, hidden_grad),
+                ):
+                    assert relative_rms(u, w.transpose(0, 1)) < 0.05  # the comparison itself is sound
+                    u, w = (layer_part(x, config, groups) for x in (u.transpose(0, 1), w))
+                    assert_no_worse(f"{where} {name}", g, u, w, BF16_FACTOR)
+                for name, w in param_grads.items():
+                    u, w = (tp_shard(name, x, groups.tp) for x in (whole_grads[name], w))
+                    assert_no_worse(f"{where} d {name}", grads[name], u, w, BF16_FACTOR)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
+def test_gated_self_attention_bf16_adds_no_rounding(tp, cp):
+    """In bf16 the sharded layer is at most twice as far from the truth as the unsharded one."""
+    packings = ("borders_off_spans", "batch_of_2")
+    for packing in packings:
+        layer_truth(packing)
+    run_ranks(check_layer_bf16, tp * cp, tp, packings)
 
 
 def check_recompute(rank, world_size, packing):

@@ -4,20 +4,21 @@ Every case compares the output, the input gradient and every parameter gradient,
 gradients, on every rank. One set of ranks runs all packings, since starting ranks costs more than a case.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
 from megatron_gdn.gated_delta_net import GatedDeltaNet
 from megatron_gdn.layer_specs import LocalBackend, _gated_delta_net_spec
 from megatron_gdn.stream import StreamParams, StreamPlan
-from tests.helpers.cases import BF16_FACTOR, FP32_TRUTH, GVA_HEADS, PACKINGS
+from tests.helpers.cases import BF16_FACTOR, FP32_TRUTH, GVA_HEADS, HEADS, PACKINGS
 from tests.helpers.compare import assert_close, assert_no_worse, local_part, relative_rms, summed_grads
-from tests.helpers.distributed import make_groups, run_ranks
+from tests.helpers.distributed import alone, make_groups, run_ranks
 from tests.helpers.gdn import Truth, config_for, tp_shard, truth
 
 MODES = ("headwise", "chunkwise")
 LAYOUTS = ("zigzag", "contiguous")
-CPU = torch.device("cpu")
 
 
 def build(config, mode, groups, params, sizes) -> GatedDeltaNet:
@@ -35,11 +36,12 @@ def run_layer(layer, config, groups, packing, want: Truth, dtype=torch.float32):
     """Output and input gradient of this rank, [s, B, hidden]; parameter gradients are left on the layer."""
     case = PACKINGS[packing]
     cp, rank = groups.cp.size(), groups.cp.rank()
-    plan = StreamPlan(config.cp_layout, cp, rank, case.seq_len, case.batch, case.borders, CPU)
+    device = layer.A_log.device
+    plan = StreamPlan(config.cp_layout, cp, rank, case.seq_len, case.batch, case.borders, device)
     mine = [
         local_part(x, config.cp_layout, cp, rank, 1).transpose(0, 1) for x in (want.hidden, want.upstream)
     ]
-    hidden, upstream = (x.to(dtype).contiguous() for x in mine)
+    hidden, upstream = (x.to(device, dtype).contiguous() for x in mine)
     if config.sequence_parallel:
         hidden, upstream = (x.chunk(groups.tp.size())[groups.tp.rank()] for x in (hidden, upstream))
     hidden.requires_grad_()
@@ -107,38 +109,46 @@ def test_gated_delta_net_matches_reference_with_tensor_parallel(sequence_paralle
     run_ranks(check_all, 4, "gva2", 2, 2, sequence_parallel, packings)
 
 
-def check_bf16(rank, world_size, cp):
-    packing, heads = "borders_off_spans", "gva2"
-    sizes, want = GVA_HEADS[heads], truth(packing, heads)
-    with make_groups(cp=cp) as groups:
-        solo = torch.distributed.new_subgroups(1)[0]
-        for layout in LAYOUTS:
-            for mode in MODES:
-                results = []
-                for cp_group in (solo, groups.cp):
-                    groups.cp = cp_group
-                    config = config_for(sizes, cp=cp_group.size(), cp_layout=layout)
-                    layer = build(config, mode, groups, want.params, sizes).bfloat16()
-                    output, hidden_grad = run_layer(layer, config, groups, packing, want, torch.bfloat16)
-                    grads = summed_grads(layer.named_parameters(), cp_group)
-                    results.append((output, hidden_grad, grads))
-                (whole, whole_grad, whole_grads), (output, hidden_grad, grads) = results
+def check_bf16(rank, world_size, heads, tp, packings, device="cpu"):
+    sizes = HEADS[heads]
+    with make_groups(tp=tp, cp=world_size // tp) as groups:
+        solo = alone(groups)
+
+        def run(where, mode, layout, packing):
+            size, want = where.tp.size(), truth(packing, heads)
+            parallel = {"tp": size, "cp": where.cp.size(), "sequence_parallel": size > 1}
+            config = config_for(sizes, cp_layout=layout, **parallel)
+            layer = build(config, mode, where, want.params, sizes).to(device, torch.bfloat16)
+            output, hidden_grad = run_layer(layer, config, where, packing, want, torch.bfloat16)
+            grads = summed_grads(layer.named_parameters(), where.cp)
+            if size > 1:
+                torch.distributed.all_reduce(grads["out_norm.weight"], group=where.tp)
+            return config, output, hidden_grad, grads
+
+        for packing in packings:
+            want = truth(packing, heads)
+            _, whole, whole_grad, whole_grads = run(solo, MODES[0], LAYOUTS[0], packing)
+            for layout, mode in product(LAYOUTS, MODES):
+                config, output, hidden_grad, grads = run(groups, mode, layout, packing)
+                where = f"{packing} {mode} {layout}"
                 for name, got, unsharded, exact in (
                     ("output", output, whole, want.output),
                     ("d hidden", hidden_grad, whole_grad, want.hidden_grad),
                 ):
                     part = expected_part(unsharded.transpose(0, 1), config, groups)
                     truth_part = expected_part(exact, config, groups)
-                    assert_no_worse(f"{mode} {layout} {name}", got, part, truth_part, BF16_FACTOR)
+                    assert_no_worse(f"{where} {name}", got, part, truth_part, BF16_FACTOR)
                 for name, exact in want.param_grads.items():
-                    assert relative_rms(whole_grads[name], exact) < 0.1  # the comparison itself is sound
-                    assert_no_worse(
-                        f"{mode} {layout} d {name}", grads[name], whole_grads[name], exact, BF16_FACTOR
+                    unsharded = whole_grads[name]
+                    assert relative_rms(unsharded, exact) < 0.1  # the comparison itself is sound
+                    part, truth_part = (
+                        tp_shard(name, x, sizes, tp, groups.tp.rank()) for x in (unsharded, exact)
                     )
+                    assert_no_worse(f"{where} d {name}", grads[name], part, truth_part, BF16_FACTOR)
 
 
-@pytest.mark.parametrize("cp", (2, 4))
-def test_gated_delta_net_bf16_adds_no_rounding(cp):
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2)])
+def test_gated_delta_net_bf16_adds_no_rounding(cp, tp):
     """In bf16 the sharded layer is at most twice as far from the truth as the unsharded one."""
     truth("borders_off_spans", "gva2")
-    run_ranks(check_bf16, cp, cp)
+    run_ranks(check_bf16, cp * tp, "gva2", tp, ("borders_off_spans",))

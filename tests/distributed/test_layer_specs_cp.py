@@ -55,10 +55,13 @@ def forward_backward(model: GPTModel, groups, packing: str):
     cp, rank = groups.cp.size(), groups.cp.rank()
     generator = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(VOCAB, (2, case.batch, case.seq_len), generator=generator)
-    tokens, labels, positions = (local_part(x, layout, cp, rank, 1) for x in (tokens, labels, case.positions))
-    plan = StreamPlan(layout, cp, rank, case.seq_len, case.batch, case.borders, torch.device("cpu"))
+    device = next(model.parameters()).device
+    tokens, labels, positions = (
+        local_part(x, layout, cp, rank, 1).to(device) for x in (tokens, labels, case.positions)
+    )
+    plan = StreamPlan(layout, cp, rank, case.seq_len, case.batch, case.borders, device)
     params = StreamParams(qkv_format="thd" if plan.packed else "sbhd", plan=plan)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones((), device=device))
     losses = model(tokens, positions, None, labels=labels, packed_seq_params=params)
     loss = losses.sum() / (case.batch * case.seq_len)
     loss.backward()

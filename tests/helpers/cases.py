@@ -79,6 +79,9 @@ GVA_HEADS: dict[str, GDNSizes] = {
     "gva4": GDNSizes(2, 8, 16, 32),
 }
 
+HEADS = GVA_HEADS | {"kernels": GDNSizes(4, 8, 128, 128)}
+"""With the head dim of the released sizes, for GPU kernels; shared out over at most 8 ranks."""
+
 # Tolerances: relative root mean square of the difference, sqrt(sum (got-want)^2 / sum want^2).
 EXACT = 0.0
 """Moved data (layouts, collectives, shards) is not computed with: bit for bit."""

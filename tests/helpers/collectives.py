@@ -64,22 +64,34 @@ def count_collectives() -> Iterator[CollectiveLog]:
     recorder, so names imported earlier count too; a call made by another call does not count twice.
     Functional collectives (`torch.distributed._functional_collectives`) are not seen.
     """
-    log = CollectiveLog()
-    recorders, depth = {}, [0]
+    log, depth = CollectiveLog(), [0]
+    with replaced(lambda name, function: _recorder(name, function, log, depth)):
+        yield log
+
+
+@contextmanager
+def replaced(make: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """Every collective and point-to-point function of `torch.distributed` replaced, wherever it was imported.
+
+    Args:
+        make: given the name and the function, what stands in its place.
+    """
+    stand_ins = {}
     for name in _BUFFERS:
         for module in (dist, dist.distributed_c10d):
             function = getattr(module, name)
-            recorders.setdefault(function, _recorder(name, function, log, depth))
+            if function not in stand_ins:
+                stand_ins[function] = make(name, function)
     places = [
         (vars(module), attribute, value)
         for module in list(sys.modules.values())
         for attribute, value in list(vars(module).items())
-        if callable(value) and isinstance(value, FunctionType) and value in recorders
+        if callable(value) and isinstance(value, FunctionType) and value in stand_ins
     ]
     for namespace, attribute, value in places:
-        namespace[attribute] = recorders[value]
+        namespace[attribute] = stand_ins[value]
     try:
-        yield log
+        yield
     finally:
         for namespace, attribute, value in places:
             namespace[attribute] = value

@@ -1,9 +1,10 @@
-"""Real ranks on one machine: forked processes on gloo that never outlive a test.
+"""Real ranks on one machine: processes on gloo, or on NCCL with a GPU each, that never outlive a test.
 
 Nothing here imports megatron at import time, so a `conftest.py` can prepare the host first.
 Imports are made once in the parent and inherited; a rank starts in a few milliseconds.
 """
 
+import copy
 import ctypes
 import faulthandler
 import multiprocessing
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from tests.helpers.collectives import CollectiveLog, count_collectives
 
-__all__ = ["CollectiveLog", "before_ranks", "count_collectives", "make_groups", "run_ranks"]
+__all__ = ["CollectiveLog", "alone", "before_ranks", "count_collectives", "make_groups", "run_ranks"]
 
 before_ranks: list[Callable[[], None]] = []
 """Called in the parent before ranks are forked, in order: a place for `conftest.py` to prepare the host."""
@@ -42,9 +43,10 @@ def run_ranks(
     *args: Any,
     timeout: float = 120,
     start: str = "fork",
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes joined by gloo.
+    """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes of one process group.
 
     Every rank starts from the same random seed with one CPU thread. `fn` may be a closure; its
     result must pickle (tensors do).
@@ -56,6 +58,7 @@ def run_ranks(
         timeout: seconds until all ranks must have answered, and of every collective.
         start: "fork", or "spawn" where the ranks use CUDA, which a fork cannot; then each rank imports
             anew, and `fn` must be a function of a module.
+        backend: "gloo", or "nccl", which gives rank r the GPU number r.
         **kwargs: passed on to `fn`.
 
     Returns:
@@ -77,7 +80,10 @@ def run_ranks(
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(fn, rank, world_size, args, kwargs, sender, Path(folder), timeout, os.getpid()),
+                    args=(
+                        *(fn, rank, world_size, args, kwargs, sender, Path(folder), timeout, backend),
+                        os.getpid(),
+                    ),
                 )
                 process.start()
                 sender.close()  # so that a rank that dies closes the pipe
@@ -132,6 +138,7 @@ def _rank_main(
     sender: Connection,
     folder: Path,
     timeout: float,
+    backend: str,
     parent: int,
 ) -> None:
     """Body of one process: join, run, answer."""
@@ -140,7 +147,7 @@ def _rank_main(
     with (folder / f"stack-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         try:
-            answer = pickle.dumps((True, _run(fn, rank, world_size, args, kwargs, folder, timeout)))
+            answer = pickle.dumps((True, _run(fn, rank, world_size, args, kwargs, folder, timeout, backend)))
         except BaseException:  # pytest's own outcomes are no Exception
             answer = pickle.dumps((False, traceback.format_exc()))
         sender.send_bytes(answer)
@@ -157,15 +164,18 @@ def _run(
     kwargs: dict,
     folder: Path,
     timeout: float,
+    backend: str,
 ) -> Any:
     """Join the process group and call `fn`."""
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     if sys.platform == "linux":
         # otherwise gloo looks for this machine's own name, which not every machine can resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=world_size,
@@ -226,3 +236,16 @@ def make_groups(tp: int = 1, cp: int = 1, **sizes: Any) -> Iterator[Any]:
         yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def alone(groups: Any) -> Any:
+    """A copy of the host's groups in which every rank is alone; a collective call on all ranks.
+
+    Args:
+        groups: as `make_groups` yields them.
+    """
+    solo, one = dist.new_subgroups(1)[0], copy.copy(groups)
+    for name, group in vars(groups).items():
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+            setattr(one, name, solo)
+    return one

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.config import Qwen35Config
-from tests.helpers.cases import CONV_WIDTH, GVA_HEADS, PACKINGS
+from tests.helpers.cases import CONV_WIDTH, HEADS, PACKINGS
 from tests.helpers.reference import GDNSizes, gated_delta_net_reference
 
 HIDDEN = 24
@@ -84,7 +84,7 @@ def truth(packing: str, heads: str) -> Truth:
     """Output and every gradient of a case, for random parameters, input and upstream gradient."""
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, packing + heads)))
-        case, sizes = PACKINGS[packing], GVA_HEADS[heads]
+        case, sizes = PACKINGS[packing], HEADS[heads]
         params = {k: p.requires_grad_() for k, p in random_params(sizes).items()}
         hidden = torch.randn(case.batch, case.seq_len, HIDDEN).double().requires_grad_()
         upstream = torch.randn(case.batch, case.seq_len, HIDDEN).double()
