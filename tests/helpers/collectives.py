@@ -97,12 +97,18 @@ def replaced(make: Callable[[str, Callable], Callable]) -> Iterator[None]:
             namespace[attribute] = value
 
 
+def named(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name, those that the function itself passes on too."""
+    bound = signature.bind(*args, **kwargs).arguments
+    return bound | bound.pop("kwargs", {})
+
+
 def _recorder(name: str, function: Callable, log: CollectiveLog, depth: list[int]) -> Callable:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
+        bound = named(signature, args, kwargs)
         peers = bound["p2p_op_list"][0] if name == "batch_isend_irecv" else None
         group = peers.group if peers else bound.get("group")
         size = dist.get_world_size(group)

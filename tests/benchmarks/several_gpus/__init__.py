@@ -1,0 +1,1 @@
+"""Correctness and speed over several GPUs; `__main__` says how to run it."""
