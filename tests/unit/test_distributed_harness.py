@@ -174,6 +174,7 @@ def test_count_collectives_counts_bytes_to_other_ranks():
                 work.wait()
             if rank < 2:
                 dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=pair)
+                dist.all_to_all_single(torch.empty(4), torch.ones(4), group=pair)
         dist.all_reduce(torch.ones(1))
         return [tuple(call) for call in log], log.sent_bytes(), log.calls("all_gather_into_tensor")
 
@@ -188,7 +189,11 @@ def test_count_collectives_counts_bytes_to_other_ranks():
             ("broadcast", 6 * 4 * 3 if rank == 1 else 0, 6 * 4, 4),
             ("all_gather", 2 * 4 * 3, 8 * 4, 4),
             ("batch_isend_irecv", 7 * 2, 2 * 7 * 2, 4),
-            *([("all_gather_into_tensor", 2 * 4, 4 * 4, 2)] if rank < 2 else []),
+            *(
+                [("all_gather_into_tensor", 2 * 4, 4 * 4, 2), ("all_to_all_single", 2 * 4, 4 * 4, 2)]
+                if rank < 2
+                else []
+            ),
         ]
         assert len(calls) == len(expected)
         for got, want in zip(calls, expected, strict=True):
