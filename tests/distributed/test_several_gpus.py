@@ -14,7 +14,6 @@ from tests.benchmarks.several_gpus.predict import Shape, predict
 from tests.helpers.lost_rank import LOSSES, lose_rank
 
 
-@pytest.mark.timeout(180)
 def test_every_part_runs_on_two_ranks(tmp_path, capsys):
     """No check fails, every figure is there, and each rank sent what was predicted."""
     status = main(["--cpu", "2", "--gpus", "2", "--out", str(tmp_path)])
@@ -44,7 +43,6 @@ def test_every_part_runs_on_two_ranks(tmp_path, capsys):
     assert all(ending["cause"] for endings in found["lost_rank"].values() for ending in endings)
 
 
-@pytest.mark.timeout(60)
 def test_scaling_runs_on_one_rank(tmp_path):
     """A group of one, as on a machine with one GPU; a rank cannot be lost from it."""
     assert main(["--cpu", "1", "--parts", "scaling", "lost_rank", "--out", str(tmp_path)]) == 0
