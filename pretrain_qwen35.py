@@ -25,6 +25,7 @@ import logging
 import os
 import time
 import traceback
+from pathlib import Path
 
 # The host asks for it with tensor or context parallelism on GPUs; read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -45,15 +46,16 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.checkpointing import checkpoint_exists, load_args_from_checkpoint
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_gdn import data_checks, validation
+from megatron_gdn.checkpoint.huggingface import into_model
 from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
-from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, size_arguments
+from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, model_arguments, size_arguments
 from megatron_gdn.cp_layout import CP_LAYOUTS
 from megatron_gdn.microbatch import Microbatch, cut_microbatch
 from megatron_gdn.model import Qwen35Model, build_model
@@ -72,8 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our own flags and set the defaults that the size and the machine ask for."""
     parser.error = _refuse_flags
     group = parser.add_argument_group("Qwen3.5")
-    group.add_argument(
-        "--qwen35-size", required=True, choices=SIZES, help="sets every model flag; one given by hand wins"
+    model = group.add_mutually_exclusive_group(required=True)
+    model.add_argument("--qwen35-size", choices=SIZES, help="sets every model flag; one given by hand wins")
+    model.add_argument(
+        "--from-hf",
+        metavar="DIR",
+        help="start from a Hugging Face checkpoint, whose config.json sets every model flag; a checkpoint in "
+        "--load wins over its weights",
     )
     group.add_argument(
         "--cp-layout",
@@ -101,15 +108,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = _refuse_flags
     early.add_argument("--qwen35-size")
-    size = early.parse_known_args()[0].qwen35_size
+    early.add_argument("--from-hf")
+    known = early.parse_known_args()[0]
     parser.set_defaults(
         apply_rope_fusion=False,  # our attention turns its heads itself
         create_attention_mask_in_dataloader=False,  # document borders reach the layers as lengths
     )
     for arguments in machine_flags().values():
         parser.set_defaults(**arguments)
-    if size in SIZES:
-        parser.set_defaults(**size_arguments(size))
+    if known.from_hf is not None:
+        parser.set_defaults(**model_arguments(into_model.model_of(Path(known.from_hf))))
+    elif known.qwen35_size in SIZES:
+        parser.set_defaults(**size_arguments(known.qwen35_size))
     return parser
 
 
@@ -131,12 +141,20 @@ def machine_flags() -> dict[str, dict]:
     return flags
 
 
+def starts_from_hf(args: argparse.Namespace) -> bool:
+    """Whether the weights are those of --from-hf: a checkpoint in --load would be further on."""
+    return args.from_hf is not None and not checkpoint_exists(args.load)
+
+
 class ModelBuilder(GPTModelBuilder):
     """Builds our model where the host's builder would build its own."""
 
     def build_model(self, *places, **options) -> Qwen35Model:
-        """One pipeline stage."""
-        return build_model(self._model_config, *places, **options)
+        """One pipeline stage, with the weights of --from-hf unless --load has some."""
+        model = build_model(self._model_config, *places, **options)
+        if starts_from_hf(get_args()):
+            into_model.load_weights(model, into_model.source_of(get_args()))
+        return model
 
 
 class ModelConfig(GPTModelConfig):
@@ -163,6 +181,8 @@ def prepare():
         load_args_from_checkpoint(args)
     spec = validation.resolve_spec(args.spec)
     validation.check_required(args)
+    if args.from_hf is not None:
+        into_model.check_source(args)
     validation.check_positive(args)
     validation.check_schedule(args)
     validation.check_documents(args)
@@ -325,8 +345,10 @@ def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
     device = torch.device(DEVICE_TYPE)
     rule = rule_backend(args)
     core_attention = attention.backend_name(device, args.params_dtype, args.kv_channels)
+    name = f"Qwen3.5 {args.qwen35_size}" if args.from_hf is None else Path(args.from_hf).name
     rows = {
-        "model": f"Qwen3.5 {args.qwen35_size}, {total:,} parameters, {active:,} active per token",
+        "model": f"{name}, {total:,} parameters, {active:,} active per token",
+        "weights": _weights(args),
         "layer spec": " ".join(args.spec),
         "multi-token prediction": f"{args.mtp_num_layers or 0} tokens further, not counted above",
         "GDN context parallelism": mode,
@@ -342,6 +364,18 @@ def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""])
+
+
+def _weights(args: argparse.Namespace) -> str:
+    """Where they come from."""
+    if checkpoint_exists(args.load):
+        return f"the checkpoint in {args.load}" + (f", not {args.from_hf}" if args.from_hf else "")
+    if args.from_hf is None:
+        return "random" if args.pretrained_checkpoint is None else str(args.pretrained_checkpoint)
+    left_out = not args.mtp_num_layers and any(
+        name.startswith("mtp.") for name in into_model.source_of(args).folder.tensors
+    )
+    return args.from_hf + (" without its multi-token prediction (--mtp-num-layers 1)" if left_out else "")
 
 
 def refuse(error: BaseException) -> None:

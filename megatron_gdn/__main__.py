@@ -10,7 +10,11 @@ import signal
 import sys
 from importlib import import_module
 
-COMMANDS = {"doctor": "megatron_gdn.doctor", "prepare-data": "megatron_gdn.prepare_data"}
+COMMANDS = {
+    "convert": "megatron_gdn.convert",
+    "doctor": "megatron_gdn.doctor",
+    "prepare-data": "megatron_gdn.prepare_data",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

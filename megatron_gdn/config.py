@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gdn.cp_layout import CPLayout
 from megatron_gdn.validation import check_gdn_shape
 
-_EVERY_SIZE = {
+EVERY_SIZE = {
     "normalization": "RMSNorm",
     "layernorm_epsilon": 1e-6,
     "layernorm_zero_centered_gamma": True,
@@ -38,7 +38,7 @@ _EVERY_SIZE = {
 }
 """What all sizes share, by the name of the `TransformerConfig` field."""
 
-_EVERY_MOE = {
+EVERY_MOE = {
     "moe_layer_freq": 1,
     "moe_shared_expert_gate": True,
     "moe_router_load_balancing_type": "aux_loss",
@@ -50,8 +50,8 @@ _EVERY_MOE = {
 
 
 @dataclass(frozen=True)
-class _Model:
-    """What is no field of `TransformerConfig` but makes the model all the same."""
+class Model:
+    """The fields of `TransformerConfig` that make a model, and what makes it beside them."""
 
     fields: dict[str, Any]
     vocab_size: int = 248_320
@@ -60,9 +60,9 @@ class _Model:
     max_position_embeddings: int = 262_144
 
 
-def _model(layers, hidden, ffn, heads, groups, value_heads, *, tied=False) -> _Model:
-    return _Model(
-        _EVERY_SIZE
+def _model(layers, hidden, ffn, heads, groups, value_heads, *, tied=False) -> Model:
+    return Model(
+        EVERY_SIZE
         | {
             "num_layers": layers,
             "hidden_size": hidden,
@@ -75,7 +75,7 @@ def _model(layers, hidden, ffn, heads, groups, value_heads, *, tied=False) -> _M
     )
 
 
-def _moe_model(layers, hidden, ffn, heads, groups, value_heads, experts, topk) -> _Model:
+def _moe_model(layers, hidden, ffn, heads, groups, value_heads, experts, topk) -> Model:
     """Every layer has experts of `ffn` and one shared expert of the same width."""
     dense = _model(layers, hidden, ffn, heads, groups, value_heads)
     moe = {
@@ -84,10 +84,10 @@ def _moe_model(layers, hidden, ffn, heads, groups, value_heads, experts, topk) -
         "moe_ffn_hidden_size": ffn,
         "moe_shared_expert_intermediate_size": ffn,
     }
-    return _Model(dense.fields | _EVERY_MOE | moe)
+    return Model(dense.fields | EVERY_MOE | moe)
 
 
-_DEBUG = _Model(
+_DEBUG = Model(
     _moe_model(4, 128, 64, 4, 2, 4, experts=8, topk=2).fields
     | {
         "kv_channels": 32,
@@ -101,7 +101,7 @@ _DEBUG = _Model(
 )
 """Every structure of the MoE sizes on 256 bytes and one end-of-document token."""
 
-SIZES: dict[str, _Model] = {
+SIZES: dict[str, Model] = {
     "debug": _DEBUG,
     "0.8b": _model(24, 1024, 3584, 8, 2, 16, tied=True),
     "2b": _model(24, 2048, 6144, 8, 2, 16, tied=True),
@@ -153,11 +153,16 @@ class Qwen35Config(TransformerConfig):
         Raises:
             ValueError: `name` is no known size.
         """
-        fields = {"gated_linear_unit": True, "activation_func": F.silu} | _find(name).fields
+        return cls.from_model(_find(name), **overrides)
+
+    @classmethod
+    def from_model(cls, model: Model, **overrides: Any) -> "Qwen35Config":
+        """The config of a model; `overrides` are fields that win."""
+        fields = {"gated_linear_unit": True, "activation_func": F.silu} | model.fields
         return cls(**fields | overrides)
 
 
-def _find(name: str) -> _Model:
+def _find(name: str) -> Model:
     if name not in SIZES:
         raise ValueError(f"--qwen35-size {name!r} is unknown; choose one of {', '.join(SIZES)}.")
     return SIZES[name]
@@ -171,7 +176,11 @@ def size_arguments(name: str) -> dict[str, Any]:
     Raises:
         ValueError: `name` is no known size.
     """
-    model = _find(name)
+    return model_arguments(_find(name))
+
+
+def model_arguments(model: Model) -> dict[str, Any]:
+    """Every setting of a model by the name Megatron's argument parser gives it."""
     arguments = {_ARGUMENT_NAMES.get(field, field): value for field, value in model.fields.items()}
     return arguments | {
         "swiglu": True,

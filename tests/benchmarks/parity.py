@@ -244,7 +244,13 @@ def train_rank(
 
 
 def launch(
-    flags: dict, switches: list[str], cp: int, folder: Path, *, edit: Edit | None = None
+    flags: dict,
+    switches: list[str],
+    cp: int,
+    folder: Path,
+    *,
+    edit: Edit | None = None,
+    timeout: float = TIMEOUT,
 ) -> str | None:
     """Train with `cp` ranks; `flags` win over FLAGS. Returns the digest of the weights it started from.
 
@@ -254,10 +260,11 @@ def launch(
         cp: ranks.
         folder: made here; what the ranks print goes there.
         edit: changes the weights after they are loaded.
+        timeout: seconds.
     """
     folder.mkdir()
     arguments = words(FLAGS | {"context-parallel-size": cp} | flags)
-    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, edit, timeout=TIMEOUT)
+    digests = run_ranks(train_rank, cp, [*arguments, *switches], folder, edit, timeout=timeout)
     if len(set(digests)) > 1:
         raise RuntimeError(f"ranks loaded different weights; see {folder}")
     return digests[0]

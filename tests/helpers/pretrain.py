@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from megatron_gdn.training_log import LOG_NAME, curve, read_log
 from tests.helpers.distributed import run_ranks
 
@@ -65,6 +67,35 @@ def train_rank(rank: int, world_size: int, command_line: list[str], folder: Path
     _talk_to(folder / f"rank-{rank}.txt")
     sys.argv = ["pretrain_qwen35.py", *command_line]
     pretrain_qwen35.main()
+
+
+def train_and_resave(
+    rank: int, world_size: int, command_line: list[str], folder: Path
+) -> dict[str, set[torch.dtype]]:
+    """Body of one rank: train, but first save what was loaded to `folder`/loaded.
+
+    Returns:
+        By the name of every parameter of this rank, the dtypes of it and of its gradient's buffer.
+    """
+    import pretrain_qwen35
+
+    training, dtypes = pretrain_qwen35.training, {}
+    load_checkpoint = training.load_checkpoint
+
+    def load_and_save(model, optimizer, scheduler, *inputs, **options):
+        answer = load_checkpoint(model, optimizer, scheduler, *inputs, **options)
+        args = pretrain_qwen35.get_args()
+        before = args.save, args.async_save
+        args.save, args.async_save = str(folder / "loaded"), False
+        training.save_checkpoint(answer[0], model, optimizer, scheduler, answer[1])
+        args.save, args.async_save = before
+        for chunk in model:
+            dtypes.update({name: {p.dtype, p.main_grad.dtype} for name, p in chunk.named_parameters()})
+        return answer
+
+    training.load_checkpoint = load_and_save
+    train_rank(rank, world_size, command_line, folder)
+    return dtypes
 
 
 def check_command_line(world_size: int, command_line: list[str], folder: Path, timeout: float = 120) -> None:

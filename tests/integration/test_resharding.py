@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megatron_gdn.layer_specs  # noqa: F401  imported once, before ranks are forked
-import pretrain_qwen35
 from megatron_gdn.training_log import LOG_NAME, read_log
 from tests.helpers.distributed import run_ranks
-from tests.helpers.pretrain import train_rank, words
+from tests.helpers.pretrain import train_and_resave, words
 
 FLAGS = {
     "qwen35-size": "debug",
@@ -69,27 +68,6 @@ class Run:
         return read_checkpoint(self.folder / "save")
 
 
-def rank_main(rank: int, world_size: int, arguments: list[str], folder: Path) -> dict[str, set[torch.dtype]]:
-    """Body of one rank: train, output to a file. Returns the dtypes of `Run`."""
-    training, dtypes = pretrain_qwen35.training, {}
-    load_checkpoint = training.load_checkpoint
-
-    def load_and_save(model, optimizer, scheduler, *inputs, **options):
-        answer = load_checkpoint(model, optimizer, scheduler, *inputs, **options)
-        args = pretrain_qwen35.get_args()
-        before = args.save, args.async_save
-        args.save, args.async_save = str(folder / "loaded"), False
-        training.save_checkpoint(answer[0], model, optimizer, scheduler, answer[1])
-        args.save, args.async_save = before
-        for chunk in model:
-            dtypes.update({name: {p.dtype, p.main_grad.dtype} for name, p in chunk.named_parameters()})
-        return answer
-
-    training.load_checkpoint = load_and_save
-    train_rank(rank, world_size, arguments, folder)
-    return dtypes
-
-
 def train(folder: Path, ranks: int, mode: str, switches: tuple[str, ...], **flags) -> Run:
     """Train in `ranks` processes; `flags` win over FLAGS. Saves at the end."""
     folder.mkdir(parents=True)
@@ -98,7 +76,7 @@ def train(folder: Path, ranks: int, mode: str, switches: tuple[str, ...], **flag
     settings |= dict.fromkeys(("mock-data", "use-checkpoint-opt-param-scheduler", *switches), True)
     line = words(settings)
     try:
-        dtypes = run_ranks(rank_main, ranks, line, folder, timeout=200)[0]
+        dtypes = run_ranks(train_and_resave, ranks, line, folder, timeout=200)[0]
     except AssertionError as error:
         raise AssertionError(f"pretrain_qwen35.py {' '.join(line)}\n{error}") from None
     losses = [record["lm loss"] for record in read_log(str(folder / "save" / LOG_NAME))]

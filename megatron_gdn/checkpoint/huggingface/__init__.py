@@ -1,0 +1,1 @@
+"""Checkpoints of Hugging Face's transformers, in and out, bit for bit."""

@@ -1,0 +1,228 @@
+"""Do 2,000 steps from one Hugging Face checkpoint give the same loss with and without context parallelism?
+
+    python -m tests.benchmarks.hf_loss_curve      from the root; writes results/hf_loss_curve.md and .png
+
+A small model of Qwen3.5's dense shape, 8 layers, is made by transformers, converted, and trained on real text
+by `pretrain_qwen35.py` on one rank and on two, in fp32 and bf16. All runs load the same weights, or the
+command stops. Losses are smoothed by a running mean. A command that was stopped goes on from the runs it has
+kept. Exit status 1 if a bound is missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy
+
+from megatron_gdn import cpu
+from megatron_gdn.training_log import LOG_NAME, read_log
+from tests.benchmarks.parity import launch, lengthen_memory, make_data, spec, start_switches
+from tests.benchmarks.report import RESULTS, provenance, table
+
+ITERATIONS = 2000
+WINDOW = 50
+"""Steps of the running mean."""
+BOUNDS = {"fp32": 1e-3, "bf16": 5e-3}
+"""Largest relative deviation of the smoothed loss from that of one rank."""
+RUNS = {"CP 1": ("headwise", 1), "CP 2, headwise": ("headwise", 2), "CP 2, chunkwise": ("chunkwise", 2)}
+"""Name -> GDN mode and ranks; the first is what the others are compared with."""
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+FLAGS = {
+    "qwen35-size": None,
+    "cp-comm-type": "p2p",
+    "seq-length": 64,
+    "micro-batch-size": 1,
+    "global-batch-size": 1,
+    "lr": 1e-3,
+    "min-lr": 1e-4,
+    "lr-decay-style": "cosine",
+    "lr-warmup-iters": 100,
+}
+"""Over those of the parity benchmark."""
+TIMEOUT = 3600
+"""Seconds for one run."""
+
+
+def make_model(folder: Path) -> None:
+    """Save a random model as transformers does, and convert it; into `folder`/hf and `folder`/megatron."""
+    import torch
+
+    from megatron_gdn.checkpoint.huggingface import to_megatron
+    from tests.helpers.hf import transformers_models
+
+    transformers = transformers_models()
+    torch.manual_seed(1)
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**MODEL))
+    with torch.no_grad():
+        lengthen_memory([model])
+    model.save_pretrained(folder / "hf")
+    print(to_megatron.convert(folder / "hf", folder / "megatron", workers=1))
+
+
+def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> dict:
+    """One run: its losses, the digest of the weights it began with, and its seconds."""
+    mode, cp = RUNS[name]
+    folder = work / f"{dtype}_{name}".replace(", ", "_").replace(" ", "-")
+    flags = FLAGS | {
+        "from-hf": work / "hf",  # sizes; the weights are those converted
+        "load": work / "megatron",
+        "tensorboard-dir": folder,
+        "data-path": prefix,
+        "spec": spec(mode),
+        "train-iters": iterations,
+        "lr-decay-iters": iterations,
+    }
+    start = time.monotonic()
+    packed = ["--dataloader-inter-document-masking", "--eod-mask-loss"]
+    digest = launch(flags, start_switches(dtype) + packed, cp, folder, timeout=TIMEOUT)
+    losses = [record["lm loss"] for record in read_log(str(folder / LOG_NAME))]
+    if len(losses) != iterations:
+        raise RuntimeError(f"{dtype}, {name}: logged {len(losses)} iterations; see {folder}")
+    return {"losses": losses, "digest": digest, "seconds": time.monotonic() - start}
+
+
+def smooth(losses: list[float]) -> numpy.ndarray:
+    """Running mean over WINDOW steps."""
+    return numpy.convolve(losses, numpy.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def deviation(losses: list[float], reference: list[float]) -> float:
+    """Largest relative deviation of smoothed losses; NaN if there is one."""
+    wanted = smooth(reference)
+    return float(numpy.max(numpy.abs(smooth(losses) - wanted) / wanted))
+
+
+def results_table(runs: dict[str, dict[str, dict]]) -> tuple[str, bool]:
+    """The Markdown table, and whether all bounds are kept."""
+    rows, kept = [], True
+    for dtype, by_name in runs.items():
+        reference = next(iter(by_name.values()))["losses"]
+        for name, run in by_name.items():
+            last = f"{smooth(run['losses'])[-1]:.4f}"
+            found = [
+                deviation(run["losses"][:steps], reference[:steps]) for steps in (100, 500, len(reference))
+            ]
+            if run["losses"] is reference:
+                rows.append([f"{dtype}, {name}", last, "", "", "", "reference"])
+                continue
+            passed = found[-1] < BOUNDS[dtype]
+            kept &= passed
+            verdict = f"{'pass' if passed else 'FAIL'} (< {BOUNDS[dtype]:.1%})"
+            rows.append([f"{dtype}, {name}", last, *(f"{each:.5%}" for each in found), verdict])
+    steps = len(reference)
+    head = ["run", "last loss", "deviation, 100 steps", "500 steps", f"{steps:,} steps", ""]
+    return table(head, rows), kept
+
+
+def draw(runs: dict[str, dict[str, dict]], file: Path) -> None:
+    """Smoothed losses above, their relative deviations from one rank below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(runs), figsize=(10, 6), sharex=True, squeeze=False)
+    for (dtype, by_name), (above, below) in zip(runs.items(), axes.T, strict=True):
+        reference = smooth(next(iter(by_name.values()))["losses"])
+        for (name, run), style in zip(by_name.items(), ("-", "--", ":"), strict=True):
+            losses = smooth(run["losses"])
+            steps = numpy.arange(WINDOW, WINDOW + len(losses))
+            above.plot(steps, losses, style, label=name)
+            if name != next(iter(by_name)):
+                below.plot(steps, numpy.abs(losses - reference) / reference, style, label=name)
+        below.axhline(BOUNDS[dtype], color="red", linewidth=0.8, label="bound")
+        above.set(title=dtype, ylabel=f"lm loss, mean of {WINDOW} steps")
+        below.set(yscale="log", xlabel="step", ylabel="relative deviation from CP 1")
+        above.legend()
+        below.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+
+
+def summary(runs: dict, text: str, source: list[str], iterations: int) -> str:
+    """The page: what was run, the table, the picture."""
+    sizes = " ".join(f"{name}={value}" for name, value in MODEL.items() if not isinstance(value, dict))
+    flags = " ".join(f"--{name} {value}" for name, value in FLAGS.items() if value is not None)
+    seconds = sum(run["seconds"] for by_name in runs.values() for run in by_name.values())
+    return "\n".join(
+        [
+            f"# {iterations:,} steps from one Hugging Face checkpoint",
+            "",
+            f"Largest relative deviation of the loss (running mean of {WINDOW} steps) from the run of one "
+            "rank with the same dtype. A `Qwen3_5ForCausalLM`, made by transformers with random weights and "
+            "states that last for 1 to 1000 tokens, was converted as `python -m megatron_gdn convert` does "
+            "and trained on the standard library's own modules as bytes, documents kept apart.",
+            "",
+            *source,
+            f"- model: `{sizes}`",
+            f"- flags: `{flags}`, others as in [parity.md](parity.md)",
+            f"- {sum(map(len, runs.values()))} runs in {seconds / 60:.0f} minutes on a shared machine",
+            "",
+            text,
+            "![Loss curves](hf_loss_curve.png)",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Train what is not kept yet; print and write the table and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="another number writes no results")
+    parser.add_argument(
+        "--work", type=Path, default=Path("hf_loss_curve.work"), help="data and finished runs"
+    )
+    options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the table is of gloo on CPUs, and CUDA does not survive a fork
+    cpu.enable()
+    # Once, before ranks are forked; so all runs have the same code.
+    import megatron_gdn.layer_specs  # noqa: F401
+    import pretrain_qwen35  # noqa: F401
+
+    work, source = options.work, provenance("python -m tests.benchmarks.hf_loss_curve", "transformers")
+    ready = work / "ready.json"
+    if not ready.exists():
+        work.mkdir()
+        make_model(work)
+        ready.write_text(json.dumps(make_data(work)))
+    prefix = json.loads(ready.read_text())
+    runs: dict[str, dict[str, dict]] = {}
+    for dtype in BOUNDS:
+        runs[dtype] = {}
+        for name in RUNS:
+            file = work / f"{dtype}_{name}_{options.iterations}.json"
+            if not file.exists():
+                file.write_text(json.dumps(train(name, dtype, options.iterations, prefix, work)))
+            runs[dtype][name] = json.loads(file.read_text())
+            print(f"{dtype}, {name}: {runs[dtype][name]['seconds']:.0f} s", flush=True)
+        if len({run["digest"] for run in runs[dtype].values()}) != 1:
+            raise RuntimeError(f"{dtype}: the runs loaded different weights")
+    text, kept = results_table(runs)
+    print(text)
+    if options.iterations == ITERATIONS:
+        draw(runs, RESULTS / "hf_loss_curve.png")
+        page = summary(runs, text, source, options.iterations)
+        (RESULTS / "hf_loss_curve.md").write_text(page)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
