@@ -109,7 +109,9 @@ def save_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if name.endswith(("norm.weight", "A_log", "dt_bias")):
+            if name.endswith("A_log"):
+                parameter.uniform_(-5, 0)  # long memories: states that fade at once are not seen to be lost
+            elif name.endswith(("norm.weight", "dt_bias")):
                 parameter.add_(0.3 * noise)  # not the zeros and ones of the start
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
@@ -145,7 +147,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], num_files: int = 3) 
         names = sorted(tensors)[number::num_files]  # one layer's tensors in different files
         save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def pack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,17 +1,22 @@
-"""What transformers computes: each document of a stream run by itself, in fp32, on one CPU."""
+"""What transformers computes: each document of a stream run by itself, in float64, on one CPU.
 
+In fp32 its own rounding is what would be measured: with these models it is as far from float64 as ours is.
+"""
+
+from copy import deepcopy
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_gdn.checkpoint.huggingface.jobs import gather
 from megatron_gdn.checkpoint.huggingface.table import Rows, Table
 
 
 class Truth(NamedTuple):
-    """One step of a whole model."""
+    """One step of a whole model, rounded to fp32."""
 
     logits: list[Tensor]
     """Per sample, [B, S, vocabulary]."""
@@ -23,19 +28,40 @@ class Truth(NamedTuple):
     """Per sample and layer of experts, weight of each expert, [B, S, experts]; 0 if not chosen."""
 
 
+class _Double(TorchFunctionMode):
+    """float64 wherever code asks for fp32, as that of transformers does in norms, softmax and the gated delta
+    rule whatever the model's dtype."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.float:
+            function = Tensor.double
+        kwargs = {name: _double(each) for name, each in (kwargs or {}).items()}
+        return function(*map(_double, args), **kwargs)
+
+
+def _double(value):
+    return torch.float64 if value is torch.float32 else value
+
+
 def run_documents(model: nn.Module, samples: list[dict[str, Tensor]], borders: tuple[int, ...]) -> Truth:
     """Run samples, as `tests.helpers.model.make_samples` gives them, forward and backward.
 
     Args:
-        model: of transformers, in fp32.
+        model: of transformers, in fp32; left as it is.
         samples: `tokens`, `labels` [B, S], and `loss_mask` [B, S].
         borders: of the documents in every row.
     """
-    routes, hooks = [], []
+    model = deepcopy(model).double()
+    model.set_experts_implementation("eager")  # the fused one has no float64
+    with _Double():
+        return _run(model, samples, borders)
+
+
+def _run(model: nn.Module, samples: list[dict[str, Tensor]], borders: tuple[int, ...]) -> Truth:
+    routes = []
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
-            hooks.append(module.register_forward_hook(lambda _, __, output: routes.append(_weights(*output))))
-    model.zero_grad()
+            module.register_forward_hook(lambda _, __, output: routes.append(_weights(*output)))
     all_logits, all_routes, total, count = [], [], 0.0, 0
     for sample in samples:
         rows, row_routes = [], []
@@ -51,14 +77,17 @@ def run_documents(model: nn.Module, samples: list[dict[str, Tensor]], borders: t
         )
         total = total + (losses * sample["loss_mask"].flatten()).sum()
         count = count + sample["loss_mask"].sum()
-        all_logits.append(logits.detach())
-        all_routes.append([torch.stack(layer) for layer in zip(*row_routes, strict=True)])
+        all_logits.append(_single(logits))
+        all_routes.append([_single(torch.stack(layer)) for layer in zip(*row_routes, strict=True)])
     loss = total / count
     loss.backward()
-    for hook in hooks:
-        hook.remove()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Truth(all_logits, loss.detach(), grads, all_routes)
+    grads = {name: _single(parameter.grad) for name, parameter in model.named_parameters()}
+    return Truth(all_logits, _single(loss), grads, all_routes)
+
+
+def _single(tensor: Tensor) -> Tensor:
+    assert tensor.dtype == torch.float64
+    return tensor.detach().type(torch.FloatTensor)
 
 
 def _weights(logits: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
