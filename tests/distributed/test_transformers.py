@@ -1,9 +1,9 @@
 """A checkpoint of transformers computes the same here: logits, loss, every gradient, and routes.
 
-transformers runs each document by itself, on one CPU, in fp32; ours runs them packed, on several ranks.
+transformers runs each document by itself, in float64; ours runs them packed, in fp32, on several ranks.
 """
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from tests.helpers.hf_truth import Truth, megatron_grads, run_documents
 from tests.helpers.model import (
     DENSE_MODEL,
     VOCAB,
-    cut,
     logits_of,
     make_model,
     make_samples,
@@ -31,9 +30,11 @@ from tests.helpers.model import (
 )
 
 LOGITS = 1e-4
-"""Largest difference of logits of variance 1: fp32's rounding through four layers, in another order."""
-GRADS = 1e-3
-"""Relative RMS of every gradient; what cancels most in its sum (dt_bias, A_log) has the largest."""
+"""Largest difference of logits of variance 1; transformers in fp32 is up to 7e-5 from float64, ours 6e-5."""
+GRADS = 3e-4
+"""Relative RMS of every gradient; transformers in fp32 is up to 8e-5 from float64, ours 1e-4."""
+ROUTES = 1e-5
+"""Largest difference of a router's weight; transformers in fp32 is 5e-6 from float64."""
 PACKED, DENSE = "borders_off_spans", "batch_of_2"
 
 
@@ -111,78 +112,52 @@ def of_rank(whole, groups, layout: str, dim: int = 1):
     return local_part(whole, layout, groups.cp.size(), groups.cp.rank(), dim)
 
 
-def check_logits(rank, world_size, case: Case):
+def check(rank, world_size, case: Case):
     with make_groups(tp=case.tp, cp=case.cp) as groups:
         model = build(groups, case)
-        for sample, whole in zip(
-            make_samples(case.packing), truth(case.kind, case.packing).logits, strict=True
-        ):
-            want = of_rank(whole, groups, case.layout).chunk(case.tp, dim=-1)[groups.tp.rank()]
-            got = logits_of(model, groups.cp, sample, case.packing == PACKED)
-            assert got.shape == want.shape
-            assert 0.7 < want.std() < 1.4
-            assert (got - want).abs().max() <= LOGITS, (got - want).abs().max()
+        check_forward(model, groups, case)
+        check_step(model, groups, case)
 
 
-def check_grads(rank, world_size, case: Case):
+def check_forward(model, groups, case: Case):
+    """Logits and routes."""
+    want, packed, routes = truth(case.kind, case.packing), case.packing == PACKED, []
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda _, __, output: routes.append(output))
+    for sample, logits, layers in zip(make_samples(case.packing), want.logits, want.routes, strict=True):
+        routes.clear()
+        got = logits_of(model, groups.cp, sample, packed)
+        mine = of_rank(logits, groups, case.layout).chunk(case.tp, dim=-1)[groups.tp.rank()]
+        assert got.shape == mine.shape
+        assert 0.7 < mine.std() < 1.4
+        assert (got - mine).abs().max() <= LOGITS, f"logits off by {(got - mine).abs().max():.1e}"
+        assert len(routes) == len(layers) == (0 if case.kind == "dense" else 4)
+        for number, ((weights, chosen), whole) in enumerate(zip(routes, layers, strict=True)):
+            # The host's order is [s, B], shared out over tensor-parallel ranks.
+            mine = of_rank(whole, groups, case.layout).transpose(0, 1).chunk(case.tp)[groups.tp.rank()]
+            mine = mine.flatten(0, 1)
+            assert (mine > 0).sum() == 2 * len(mine)
+            assert torch.equal(chosen, mine > 0), f"layer {number}: {(chosen != (mine > 0)).sum()} differ"
+            torch.testing.assert_close(weights, mine, rtol=0, atol=ROUTES)
+
+
+def check_step(model, groups, case: Case):
+    """Loss, and gradients as the optimizer would read them."""
     want = truth(case.kind, case.packing)
     grads = megatron_grads(want.grads, checkpoint(case.kind)[1].source.table)
-    with make_groups(tp=case.tp, cp=case.cp) as groups:
-        model = build(groups, case)
-        loss = train_step(model, groups, make_samples(case.packing), case.packing == PACKED)
-        assert_close("loss", loss, want.loss, 1e-5)
-        seen = set()
-        for shard in shards(model, grads=True):
-            assert_close(f"d {shard.key}", shard.data, grads[shard.key][shard.place], GRADS)
-            seen.add(shard.key)
-        assert seen == grads.keys()
+    loss = train_step(model, groups, make_samples(case.packing), case.packing == PACKED)
+    assert_close("loss", loss, want.loss, 1e-5)
+    seen = set()
+    for shard in shards(model, grads=True):
+        assert_close(f"d {shard.key}", shard.data, grads[shard.key][shard.place], GRADS)
+        seen.add(shard.key)
+    assert seen == grads.keys()
 
 
-def check_routes(rank, world_size, case: Case):
-    with make_groups(tp=case.tp, cp=case.cp) as groups:
-        model = build(groups, case)
-        routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
-        assert len(routers) == 4
-        found = {}
-        for number, router in enumerate(routers):
-            router.register_forward_hook(partial(_keep, found, number))
-        for sample, layers in zip(
-            make_samples(case.packing), truth(case.kind, case.packing).routes, strict=True
-        ):
-            part = cut(sample, model.config, groups.cp, case.packing == PACKED)
-            logits_of(model, groups.cp, sample, case.packing == PACKED)
-            assert part.tokens.shape[1] * case.cp == sample["tokens"].shape[1]
-            for number, whole in enumerate(layers):
-                # The host's order is [s, B], shared out over tensor-parallel ranks.
-                mine = of_rank(whole, groups, case.layout).transpose(0, 1).chunk(case.tp)[groups.tp.rank()]
-                weights, chosen = found[number]
-                want = mine.flatten(0, 1)
-                assert torch.equal(chosen, want > 0), f"layer {number}: {(chosen != (want > 0)).sum()} differ"
-                torch.testing.assert_close(weights, want, rtol=0, atol=1e-5)
-
-
-def _keep(found, number, module, inputs, output):
-    found[number] = [each.detach() for each in output]
-
-
-def run(check, case: Case) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_computes_the_same(name):
+    """Every logit, the experts of every token and their weights, the loss, and every gradient."""
+    case = CASES[name]
     truth(case.kind, case.packing)  # once, before ranks are forked
     run_ranks(check, case.tp * case.cp, case)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_logits(name):
-    """Every logit of every rank."""
-    run(check_logits, CASES[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_loss_and_every_gradient(name):
-    """After one training step, as the optimizer would read them."""
-    run(check_grads, CASES[name])
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind != "dense"])
-def test_same_experts_with_the_same_weights(name):
-    """On every token and in every layer."""
-    run(check_routes, CASES[name])

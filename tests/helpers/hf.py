@@ -147,7 +147,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], num_files: int = 3) 
         names = sorted(tensors)[number::num_files]  # one layer's tensors in different files
         save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def pack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ import json
 import logging
 import sys
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,10 +113,12 @@ def _our_logits(path: Path, config: dict, tokens: Tensor) -> Tensor:
         share_embeddings_and_output_weights=model.tied,
     )
     with _one_rank() as groups:
-        model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+        model_parallel_cuda_manual_seed(1)
         ours = build_model(whole, groups).eval()
         state = ours.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
-        ours.load_state_dict(dist_checkpointing.load(state, str(path)))
+        names = list(state)
+        loaded = dist_checkpointing.load(state, str(path))
+        ours.load_state_dict({name: loaded[name] for name in names})  # it has the run's arguments too
         sample = {
             "tokens": tokens,
             "labels": tokens,
@@ -133,11 +134,13 @@ def _our_logits(path: Path, config: dict, tokens: Tensor) -> Tensor:
 @contextmanager
 def _one_rank():
     """Process groups of a world of one; the host wants them to exist."""
+    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        names = [each.name for each in fields(ProcessGroupCollection)]
-        yield ProcessGroupCollection(**dict.fromkeys(names, dist.group.WORLD))
+        parallel_state.initialize_model_parallel()
+        yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
