@@ -1,9 +1,12 @@
 """`convert --verify`: says how far apart the two models are, and refuses when that is more than rounding."""
 
 import importlib.util
-import inspect
-import multiprocessing
+import io
+import json
 import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -11,67 +14,76 @@ import torch
 
 from megatron_gdn.__main__ import main
 from tests.helpers.hf import load_tensors, save_model, write_tensors
-from tests.helpers.pretrain import _talk_to
+
+KINDS = ("tied", "moe", "multimodal")
 
 
-def convert(folder: Path, *flags, spoil=None) -> tuple[int, str]:
-    """Run `convert` in a process of its own, which --verify makes a world of one rank; status and words."""
-    output = folder / "words.txt"
-
-    def body():
-        _talk_to(output)
-        # transformers' loading does not get on with the tests' stand-ins that fill new memory with NaN.
-        torch.empty_like = inspect.unwrap(torch.empty_like)
-        torch.Tensor.new_empty = inspect.unwrap(torch.Tensor.new_empty)
-        if spoil:
-            spoil()
-        raise SystemExit(main(["convert", *map(str, flags)]))
-
-    process = multiprocessing.get_context("fork").Process(target=body)
-    process.start()
-    process.join(120)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    return process.exitcode, output.read_text()
+def convert(*flags) -> tuple[int, str]:
+    """Run `convert --verify`; status and words."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        status = main(["convert", *map(str, flags), "--verify"])
+    return status, said.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["tied", "moe", "multimodal"])
-def test_both_directions_agree(kind, tmp_path):
-    """bf16 checkpoints, compared in fp32."""
-    hf, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))
-    save_model(kind, hf)
-    for flags in (
-        ("--from-hf", hf, "--to-megatron", megatron),
-        ("--from-megatron", megatron, "--to-hf", back),
-    ):
-        status, said = convert(tmp_path, *flags, "--verify")
-        assert status == 0, said
-        largest = re.search(
-            r"largest difference of [\d,]+ logits (\S+) .*, at token \d+ of sequence \d", said
-        )
-        assert largest and float(largest[1]) < 1e-4, said
+def convert_all(folder: Path) -> dict[str, tuple[int, str]]:
+    """All conversions of this file; status and words of each."""
+    found = {}
+    for kind in KINDS:
+        hf, megatron, back = (folder / kind / name for name in ("hf", "megatron", "back"))
+        save_model(kind, hf)
+        found[f"{kind} in"] = convert("--from-hf", hf, "--to-megatron", megatron)
+        found[f"{kind} back"] = convert("--from-megatron", megatron, "--to-hf", back)
+    found["changed"] = convert_and_change(folder / "changed")
+    return found
 
 
-def test_another_model_is_refused(tmp_path):
-    """One number of one weight differs: the line says where it shows."""
+def convert_and_change(folder: Path) -> tuple[int, str]:
+    """One number of one weight is another after the conversion."""
     from megatron_gdn.checkpoint.huggingface import to_megatron
 
-    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
-    save_model("dense", hf, torch.float32)
+    save_model("dense", folder / "hf", torch.float32)
     real = to_megatron.convert
 
-    def convert_and_change(source, *rest):
+    def convert_first(source, *rest):
         words = real(source, *rest)
         tensors = load_tensors(source)
         tensors["model.layers.1.linear_attn.A_log"][3] += 0.3
         write_tensors(source, tensors)
         return words
 
-    def spoil():
-        to_megatron.convert = convert_and_change
+    to_megatron.convert = convert_first
+    return convert("--from-hf", folder / "hf", "--to-megatron", folder / "megatron")
 
-    status, said = convert(tmp_path, "--from-hf", hf, "--to-megatron", megatron, "--verify", spoil=spoil)
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """From a process without the tests' stand-ins for memory, with which transformers loads wrong weights."""
+    folder = tmp_path_factory.mktemp("verify")
+    code = (
+        "import json, pathlib, sys; from tests.integration.test_convert_verify import convert_all; "
+        "folder = pathlib.Path(sys.argv[1]); "
+        "(folder / 'outcomes.json').write_text(json.dumps(convert_all(folder)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder], capture_output=True, text=True, check=False, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("way", [f"{kind} {way}" for kind in KINDS for way in ("in", "back")])
+def test_both_sides_agree(way, outcomes):
+    """bf16 checkpoints, compared in fp32."""
+    status, said = outcomes[way]
+    assert status == 0, said
+    largest = re.search(r"largest difference of [\d,]+ logits (\S+) .*, at token \d+ of sequence \d", said)
+    assert largest and float(largest[1]) < 1e-4, said
+
+
+def test_another_model_is_refused(outcomes):
+    """The line says where it shows."""
+    status, said = outcomes["changed"]
     assert status == 2 and "do not compute the same; largest difference" in said, said
 
 
