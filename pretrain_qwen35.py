@@ -100,10 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="what the data was prepared with; without it, the host's --tokenizer-type",
     )
     group.add_argument(
-        "--no-self-test",
-        dest="self_test",
-        action="store_false",
-        help="do not test the kernels on every GPU before training",
+        "--self-test",
+        action="store_true",
+        help="test the kernels on every GPU before training",
     )
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = _refuse_flags

@@ -112,6 +112,9 @@ install() {
     if [[ ! -e $VENV ]]; then
         make_venv
     elif ! reason=$(is_sound); then
+        if [[ -L $VENV && $reason == "it was made in "* ]]; then # may be in use there
+            die ".venv is a link to $(readlink "$VENV"), and $reason; remove the link, or what it leads to."
+        fi
         say "making .venv anew: $reason"
         make_venv
     fi

@@ -128,7 +128,9 @@ class GroupedMLP(MegatronModule):
         Returns:
             [T, hidden], a partial sum over the expert-tensor-parallel ranks; and no bias.
         """
-        ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        if tokens_per_expert.device != x.device:  # some of the host's dispatchers count on the CPU
+            tokens_per_expert = tokens_per_expert.to(x.device, non_blocking=True)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
         hidden = self.linear_fc1(x, ends)
         if not (self.recompute_activation and self.training):
             return self.linear_fc2(weighted_swiglu(hidden, probs), ends), None

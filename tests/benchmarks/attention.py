@@ -2,7 +2,6 @@
 
 python -m tests.benchmarks.attention      from the root of the repository, on a GPU
 
-One process on one GPU
 One process on one GPU does the work of one context-parallel rank, all merges and sums included; what
 comes from other ranks is a copy of its own, made on the GPU, so the network is not part of it. Exit status 1
 if a result differs from FlashAttention-2's.

@@ -24,9 +24,8 @@ def start(rank: int, world_size: int, broken: tuple[int, ...]) -> tuple[str, str
     names = ("norm", "SwiGLU of experts")
     runner.CHECKS = tuple(check for check in runner.CHECKS if check.name in names)
     script.print = lambda line, **_: said.append(line)
-    script.time = SimpleNamespace(
-        sleep=lambda seconds: None
-    )  # ranks other than the first wait before they speak
+    # Ranks other than the first wait before they speak.
+    script.time = SimpleNamespace(sleep=lambda seconds: None)
     script.training.initialize_megatron = lambda word: f"{word} started"
     config = Qwen35Config.from_size("debug", transformer_impl="local", params_dtype=torch.float32)
     script.check_kernels_at_start(args, "headwise", config)
@@ -45,7 +44,7 @@ def test_a_wrong_kernel_on_one_rank_ends_all():
         assert said.startswith("error: the self-test found")
         assert "rank 1, " in said and "rank 0, " not in said
         assert "norm (torch): FAILED: relative error 1.0e+00 in the gradient of x" in said
-        assert "--no-self-test" in said
+        assert "--self-test" in said
 
 
 def test_right_kernels_let_training_start():
@@ -56,10 +55,10 @@ def test_right_kernels_let_training_start():
     assert other == ""
 
 
-def test_flag_turns_it_off(monkeypatch):
-    """--no-self-test; without it the test runs."""
+def test_flag_turns_it_on(monkeypatch):
+    """--self-test; without it nothing is tested."""
     import pretrain_qwen35 as script
 
-    for flags, wanted in ((["--no-self-test"], False), ([], True)):
+    for flags, wanted in ((["--self-test"], True), ([], False)):
         monkeypatch.setattr(sys, "argv", ["pretrain_qwen35.py", "--qwen35-size", "debug", *flags])
         assert script.parse_args(script.add_arguments).self_test is wanted

@@ -73,6 +73,9 @@ def lose_rank(
         while len(ended_at) < len(others) and time.time() < lost_at + grace:
             running = {p.sentinel: p for p in others if p.pid not in ended_at}
             ended_at |= {running[s].pid: time.time() for s in wait(running, timeout=0.5)}
+        for process in others:
+            if process.pid in ended_at:
+                process.join(5)  # it is gone, but its exit code may not be known yet
         return [
             Ending(
                 rank,

@@ -254,6 +254,20 @@ def test_moved_checkout_makes_the_venv_anew(checkout):
     assert checkout.logged() == ["venv 3.12.4", "pip -m"] * 2
 
 
+def test_venv_of_another_checkout_is_left_alone(checkout):
+    """Behind a link there may be one that is in use where it was made: nothing in it changes."""
+    checkout.python("python3.12", "3.12.4")
+    assert checkout.run()[0] == 0
+    other, checkout.root = checkout.root, checkout.root.with_name("second")
+    shutil.copytree(other, checkout.root, ignore=shutil.ignore_patterns(".venv"))
+    (checkout.root / ".venv").symlink_to(other / ".venv")
+    status, err = checkout.run()
+    assert status == 1
+    assert f"link to {other}/.venv" in err and "remove the link" in err
+    assert (other / ".venv" / "bin" / "python").exists()
+    assert checkout.logged() == ["venv 3.12.4", "pip -m"]
+
+
 @pytest.mark.skipif(not shutil.which("flock"), reason="needs the command flock, which keeps set-ups apart")
 def test_two_set_ups_at_once_install_once(checkout):
     """The second waits for the first, says so, and finds the work done."""
