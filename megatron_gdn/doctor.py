@@ -147,10 +147,8 @@ def check_device(device, args: argparse.Namespace) -> int:
     wrong = 0
     for result in run_checks(setup):
         wrong += result.problem is not None
-        exact = "" if result.problem else f", at {result.error:.0%} of the error that is allowed"
-        print(
-            f"  {'FAILED' if result.problem else 'ok':<9}{result}{exact}, {result.seconds:.1f} s", flush=True
-        )
+        said = f"ok       {result.name} ({result.kernel}), at {result.error:.0%} of the error that is allowed"
+        print(f"  {f'FAILED   {result}' if result.problem else said}, {result.seconds:.1f} s", flush=True)
     return wrong
 
 
