@@ -19,7 +19,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_gdn.gated_delta_net_cp import GDN_CP_MODES, Sections, WholeStream, build_context_parallel
-from tests.helpers.distributed import make_groups, run_ranks
+from tests.helpers.distributed import end_groups, make_groups, run_ranks
 from tests.helpers.model import DENSE_MODEL
 from tests.helpers.pretrain import arguments, refusals
 from tests.helpers.training import Run, Settings, make_stream, train
@@ -226,6 +226,7 @@ def run_cells(rank, world_size, cells: list[Cell]) -> list[tuple[list[str], set[
                 want = references()[cell.reference]
                 got = run_settings(groups, cell.settings, want.start)
                 answers.append((cell, differences(got, want), {shard.key for shard in got.end}))
+        end_groups()
     order = {cell: answer for cell, *answer in answers}
     return [order[cell] for cell in cells]
 
