@@ -238,17 +238,6 @@ def make_groups(tp: int = 1, cp: int = 1, **sizes: Any) -> Iterator[Any]:
         parallel_state.destroy_model_parallel()
 
 
-def end_groups() -> None:
-    """End all process groups but the default one, on all ranks; the host only forgets them.
-
-    Each keeps threads of its own, hundreds in a process that makes group after group.
-    """
-    dist.barrier()  # no rank still waits for another in a group
-    world = dist.distributed_c10d._world
-    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
-
-
 def alone(groups: Any) -> Any:
     """A copy of the host's groups in which every rank is alone; a collective call on all ranks.
 
