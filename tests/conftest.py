@@ -15,13 +15,6 @@ from megatron_gdn import cpu
 NUM_DEVICES = torch.cuda.device_count()
 
 
-def pytest_addoption(parser):
-    """Flags of our own."""
-    parser.addoption(
-        "--all-pairs", action="store_true", help="run every pair of parallel sizes, on 4 and 8 ranks too"
-    )
-
-
 def _filled_with_nan(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`allocate`, but floating memory that nobody has written yet holds NaN instead of leftovers."""
 

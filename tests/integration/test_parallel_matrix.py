@@ -5,8 +5,6 @@ fp32 from the parameters that one process began with, and is compared with that 
 the same microbatches, and the same model. Two values of one size, as TP2 and TP2 with sequence parallelism
 are, are no pair. TP2 PP2 CP2 and TP2 EP2 CP2 are the cells tp2-pp2-cp2, tp2sp-pp2-cp2 and tp2sp-ep2-cp2.
 
-Cells of more than 2 ranks take minutes and run with --all-pairs only.
-
 All cells of the same groups run in the same ranks, since starting ranks takes longer than training.
 """
 
@@ -277,11 +275,10 @@ def outcomes(request) -> Outcomes:
     return Outcomes([call.params["cell"] for call in calls if call and "cell" in call.params])
 
 
+@pytest.mark.timeout(900)  # the first test of a group waits for all cells of the group
 @pytest.mark.parametrize("cell", all_cells(), ids=str)
 def test_pair_trains_like_one_process(cell, outcomes, request):
     """Five steps: every loss, every gradient norm, and each rank's part of every parameter."""
-    if cell.sizes["world"] > 2 and not request.config.getoption("--all-pairs"):
-        pytest.skip("more than 2 ranks: runs with --all-pairs")
     found = outcomes.of(cell)
     if found:
         sizes = ", ".join(f"{name} {size}" for name, size in cell.sizes.items())
