@@ -13,8 +13,6 @@ from torch.autograd.function import once_differentiable
 from megatron_gdn.ops import causal_conv_triton
 from megatron_gdn.rows import Rows
 
-L2NORM_EPS = 1e-6
-
 
 def causal_conv1d_silu(
     x: Tensor,
@@ -80,7 +78,9 @@ def _l2norm(y: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return y
     heads = y.unflatten(-1, (-1, dim))
-    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2NORM_EPS)).flatten(-2)
+    return (
+        heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + causal_conv_triton.L2NORM_EPS.value)
+    ).flatten(-2)
 
 
 class _TritonConv(torch.autograd.Function):

@@ -2,9 +2,11 @@
 
 A program holds some channels of `SPAN` consecutive tokens of a row and walks along them: the tokens that
 the taps reach back to stay in registers, so that every input is read once (and the few tokens where spans
-meet twice) and nothing but the results is written. The backward makes the convolution again on the way;
-a token's gradient is complete, and written, three tokens later. Gradients of the taps are kept in
-registers, written once per program, and added up after the kernel: no atomics, the same bits every time.
+meet twice) and nothing but the results is written. The next four tokens are loaded while the present four
+are computed, since a program has little else to do until memory answers. The backward makes the
+convolution again on the way; a token's gradient is complete, and written, three tokens later. Gradients of
+the taps are kept in registers, written once per program, and added up after the kernel: no atomics, the
+same bits every time.
 
 Legend: R rows, s tokens per row, C channels of a tensor, c those of one section, W taps, at most 4.
 """
@@ -14,13 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_gdn.ops.triton_math import sigmoid
+
 MAX_WIDTH = 4
+L2NORM_EPS = tl.constexpr(1e-6)
+"""Added to the sum of squares."""
 SPAN = 64
 """Tokens of one program in the forward."""
 SPAN_BACKWARD = 128
-CHANNELS = 1024
-"""Channels of one program in the forward: eight, 16 bytes in bf16, for each of 128 threads."""
-CHANNELS_BACKWARD = 512
+CHANNELS = 512
+"""Channels of one program: four, 8 bytes in bf16, for each of 128 threads."""
 PLAIN_DIM = 128
 """Width of a tile's rows where there are no heads to normalise."""
 WARPS = 4
@@ -40,7 +45,7 @@ def launch_forward(
         norm_dim: a power of two, or None.
     """
     if out.numel():
-        grid, sizes = _grid(x, norm_dim, CHANNELS, SPAN)
+        grid, sizes = _grid(x, norm_dim, SPAN)
         _forward_kernel[grid](
             *_read(x, taps, halo, positions), out, **sizes, normalise=norm_dim is not None, num_warps=WARPS
         )
@@ -64,7 +69,7 @@ def launch_backward(
     width = taps.shape[0]
     if not d_out.numel():
         return taps.new_zeros(taps.shape, dtype=torch.float32)
-    grid, sizes = _grid(x, norm_dim, CHANNELS_BACKWARD, SPAN_BACKWARD)
+    grid, sizes = _grid(x, norm_dim, SPAN_BACKWARD)
     partial = torch.empty(grid[1] * grid[2], width, x.shape[2], dtype=torch.float32, device=x.device)
     _backward_kernel[grid](
         *_read(x, taps, halo, positions),
@@ -82,11 +87,11 @@ def launch_backward(
     return partial.sum(0)
 
 
-def _grid(x: Tensor, norm_dim: int | None, channels: int, span: int):
+def _grid(x: Tensor, norm_dim: int | None, span: int):
     """Programs (blocks of channels, spans, rows), and the sizes of their tiles."""
     num_rows, row_len, num_channels = x.shape
     head_dim = norm_dim or PLAIN_DIM
-    heads = max(min(channels, triton.next_power_of_2(num_channels)) // head_dim, 1)
+    heads = max(min(CHANNELS, triton.next_power_of_2(num_channels)) // head_dim, 1)
     grid = (triton.cdiv(num_channels, heads * head_dim), triton.cdiv(row_len, span), num_rows)
     return grid, {"heads": heads, "head_dim": head_dim, "span": span}
 
@@ -185,8 +190,10 @@ def _forward_kernel(
     x2 = _earlier(x, x_token, halo, halo_token, first, position, 2, width, inside, has_halo)
     x3 = _earlier(x, x_token, halo, halo_token, first, position, 3, width, inside, has_halo)
 
+    t0, t1, t2, t3 = _four(x, x_token, first, end, inside)
     for start in range(0, span, 4):
-        tokens = _four(x, x_token, first + start, end, inside)
+        tokens = t0, t1, t2, t3
+        t0, t1, t2, t3 = _four(x, x_token, first + start + 4, end, inside)
         for i in tl.static_range(4):
             token = first + start + i
             x0 = tokens[i].to(tl.float32)
@@ -196,9 +203,9 @@ def _forward_kernel(
                 x2 = tl.where(goes_on, x2, 0.0)
                 x3 = tl.where(goes_on, x3, 0.0)
             y = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-            y = y * tl.sigmoid(y)
+            y = y * sigmoid(y)
             if normalise:
-                y *= tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)[:, None]
+                y *= tl.rsqrt(tl.sum(y * y, axis=1) + L2NORM_EPS)[:, None]
             tl.store(out + token * channels, y.to(out.dtype.element_ty), mask=inside & (token < end))
             x3 = x2
             x2 = x1
@@ -264,9 +271,13 @@ def _backward_kernel(
     d3 = tl.zeros([heads, head_dim], tl.float32)
 
     # Four tokens more than the program's own: the first three of the next span reach back into this one.
+    t0, t1, t2, t3 = _four(x, x_token, first, row_len, inside)
+    u0, u1, u2, u3 = _four(d_out, channels, first, row_len, inside)
     for start in range(0, span + 4, 4):
-        tokens = _four(x, x_token, first + start, row_len, inside)
-        d_outs = _four(d_out, channels, first + start, row_len, inside)
+        tokens = t0, t1, t2, t3
+        d_outs = u0, u1, u2, u3
+        t0, t1, t2, t3 = _four(x, x_token, first + start + 4, row_len, inside)
+        u0, u1, u2, u3 = _four(d_out, channels, first + start + 4, row_len, inside)
         for i in tl.static_range(4):
             token = first + start + i
             x0 = tokens[i].to(tl.float32)
@@ -277,10 +288,10 @@ def _backward_kernel(
                 x2 = tl.where(position > 0, x2, 0.0)
                 x3 = tl.where(position > 0, x3, 0.0)
             y = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-            gate = tl.sigmoid(y)
+            gate = sigmoid(y)
             silu = y * gate
             if normalise:
-                scale = tl.rsqrt(tl.sum(silu * silu, axis=1) + 1e-6)
+                scale = tl.rsqrt(tl.sum(silu * silu, axis=1) + L2NORM_EPS)
                 along = tl.sum(d * silu, axis=1) * scale * scale
                 d = (d - silu * along[:, None]) * scale[:, None]
             d *= gate + silu * (1.0 - gate)

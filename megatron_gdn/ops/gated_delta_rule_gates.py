@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_gdn.ops.triton_math import sigmoid
+
 TOKENS = 64
 """Of one program."""
 
@@ -102,7 +104,7 @@ def _forward_kernel(
     write = tl.load(b + row * b_row + token * b_token + head * b_head, mask=inside, other=0.0).to(tl.float32)
     at = (row * row_len + token) * heads + head
     tl.store(g + at, -rate * _softplus(raw + bias), mask=inside)
-    tl.store(beta + at, tl.sigmoid(write), mask=inside)
+    tl.store(beta + at, sigmoid(write), mask=inside)
 
 
 @triton.jit
@@ -121,9 +123,9 @@ def _backward_kernel(
     at = (row * row_len + token) * heads + head
     grad = tl.load(d_g + at, mask=inside, other=0.0)
     raw += bias
-    d_raw = -rate * grad * tl.sigmoid(raw)
+    d_raw = -rate * grad * sigmoid(raw)
     tl.store(d_a + at, d_raw.to(d_a.dtype.element_ty), mask=inside)
-    beta = tl.sigmoid(write)
+    beta = sigmoid(write)
     d_write = tl.load(d_beta + at, mask=inside, other=0.0) * beta * (1.0 - beta)
     tl.store(d_b + at, d_write.to(d_b.dtype.element_ty), mask=inside)
 

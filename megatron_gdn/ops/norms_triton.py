@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_gdn.ops.triton_math import sigmoid
+
 TILE = 2048
 """Numbers that a program holds of each tensor at a time, unless one row has more."""
 MAX_DIM = 16384
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 8
 
 
 def grouped_rows(x: Tensor) -> tuple[Tensor, int, int]:
@@ -74,7 +76,7 @@ def _tile(x: Tensor) -> tuple[int, dict[str, int]]:
     """Number of rows, and how many of them a program holds, with how many warps."""
     block_dim = triton.next_power_of_2(x.shape[-1])
     numbers = max(TILE, block_dim)
-    warps = min(max(numbers // 512, 1), 16)
+    warps = min(max(numbers // 256, 1), 16)
     return x.numel() // x.shape[-1], {
         "block_rows": numbers // block_dim,
         "block_dim": block_dim,
@@ -113,7 +115,7 @@ def _forward_kernel(
     value *= scale
     if gated:
         z = _load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
-        value = value.to(out.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+        value = value.to(out.dtype.element_ty).to(tl.float32) * (z * sigmoid(z))
     tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -141,11 +143,11 @@ def _backward_kernel(
         rms = tl.rsqrt(tl.sum(value * value, axis=1) / dim + eps)[:, None]
         value *= rms
         if gated:
-            sigmoid = tl.sigmoid(z)
-            silu = z * sigmoid
+            sig = sigmoid(z)
+            silu = z * sig
             # The forward rounds the norm before it meets the gate.
             normed = (value * scale).to(d_x.dtype.element_ty).to(tl.float32)
-            d_z = d * normed * (sigmoid + silu * (1.0 - sigmoid))
+            d_z = d * normed * (sig + silu * (1.0 - sig))
             tl.store(d_gate + at, d_z.to(d_gate.dtype.element_ty), mask=inside)
             d *= silu
         d_weight += d * value

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_gdn.ops.triton_math import sigmoid
+
 
 def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x[:, :F]) * x[:, F:] * weight, computed in fp32 and rounded once.
@@ -82,7 +84,7 @@ def _forward_kernel(x, weight, out, width, block: tl.constexpr):
     at = x + row * 2 * width + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up * tl.load(weight + row)
+    y = gate * sigmoid(gate) * up * tl.load(weight + row)
     tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -95,10 +97,10 @@ def _backward_kernel(x, weight, grad, d_x, d_weight, width, block: tl.constexpr)
     gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
     d_y = tl.load(grad + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
+    sig = sigmoid(gate)
+    silu = gate * sig
     tl.store(d_weight + row, tl.sum(d_y * silu * up, axis=0))
     d_y *= tl.load(weight + row)
-    d_gate = d_y * up * sigmoid * (1 + gate * (1 - sigmoid))
+    d_gate = d_y * up * sig * (1 + gate * (1 - sig))
     tl.store(d_x + at, d_gate.to(d_x.dtype.element_ty), mask=inside)
     tl.store(d_x + at + width, (d_y * silu).to(d_x.dtype.element_ty), mask=inside)

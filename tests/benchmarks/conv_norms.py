@@ -222,37 +222,21 @@ def try_sizes() -> int:
     case = conv_case("one document")
     inputs = [case.inputs[0], case.inputs[3]]
     rows = rows_of(DOCUMENTS["one document"])
-    settings = itertools.product((32, 64, 128), (512, 1024), (64, 128, 256), (256, 512, 1024), (2, 4))
-    best: dict[str, list[tuple[float, str]]] = {"forward": [], "backward": []}
-    seen = set()
-    for span, channels, span_backward, channels_backward, warps in settings:
-        causal_conv_triton.SPAN, causal_conv_triton.CHANNELS = span, channels
-        causal_conv_triton.SPAN_BACKWARD, causal_conv_triton.CHANNELS_BACKWARD = (
-            span_backward,
-            channels_backward,
-        )
-        causal_conv_triton.WARPS = warps
+    found: dict[str, list[tuple[float, str]]] = {"forward": [], "backward": []}
+    for span, channels, warps in itertools.product((64, 128, 256), (256, 512, 1024), (2, 4)):
+        causal_conv_triton.SPAN = causal_conv_triton.SPAN_BACKWARD = span
+        causal_conv_triton.CHANNELS, causal_conv_triton.WARPS = channels, warps
 
         def run(x, weight):
             return causal_conv1d_silu(x, weight, rows, sizes=(QK, QK, V), norm_dims=(DIM, DIM, None))
 
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        if ("forward", span, channels, warps) not in seen:
-            seen.add(("forward", span, channels, warps))
-            with torch.no_grad():
-                ms = milliseconds(lambda leaves=leaves: run(*leaves))
-            best["forward"].append((ms, f"SPAN {span}, CHANNELS {channels}, WARPS {warps}"))
-        if ("backward", span_backward, channels_backward, warps) not in seen:
-            seen.add(("backward", span_backward, channels_backward, warps))
-            outputs = run(*leaves)
-            upstream = [torch.randn_like(out) for out in outputs]
-            ms = milliseconds(
-                lambda o=outputs, x=leaves, u=upstream: torch.autograd.grad(o, x, u, retain_graph=True)
-            )
-            text = f"SPAN_BACKWARD {span_backward}, CHANNELS_BACKWARD {channels_backward}, WARPS {warps}"
-            best["backward"].append((ms, text))
-    for way, found in best.items():
-        print(table([way, "ms"], [[text, f"{ms:.3f}"] for ms, text in sorted(found)]))
+        path = Path("ours", run)
+        upstream = [torch.randn_like(out) for out in run(*inputs)]
+        times = times_of(case._replace(inputs=inputs), path, upstream)
+        for way, ms in zip(found, times, strict=True):
+            found[way].append((ms, f"SPAN {span}, CHANNELS {channels}, WARPS {warps}"))
+    for way, lines in found.items():
+        print(table([way, "ms"], [[text, f"{ms:.3f}"] for ms, text in sorted(lines)]))
     return 0
 
 

@@ -132,7 +132,6 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(causal_conv_triton, "SPAN", 8)
     monkeypatch.setattr(causal_conv_triton, "SPAN_BACKWARD", 16)
     monkeypatch.setattr(causal_conv_triton, "CHANNELS", 32)
-    monkeypatch.setattr(causal_conv_triton, "CHANNELS_BACKWARD", 32)
     monkeypatch.setattr(causal_conv_triton, "PLAIN_DIM", 16)
 
 

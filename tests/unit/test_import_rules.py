@@ -25,7 +25,7 @@ ALLOWED = {
     "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{part}" for part in RULE_PARTS)},
     "ops.causal_conv": {"cp_layout", "rows", "ops.causal_conv_triton"},
     "ops.norms": {"cp_layout", "rows", "ops.norms_triton"},
-    "ops.*": {"cp_layout", "rows"},
+    "ops.*": {"cp_layout", "rows", "ops.triton_math"},
     # It sees kernels through their doors, as layers do, and no layer.
     "self_test.*": {"rows", "ops.*", "self_test.*"},
 }
