@@ -101,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--self-test",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="test the kernels on every GPU before training",
     )
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

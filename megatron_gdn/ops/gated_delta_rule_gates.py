@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gdn.ops.triton_math import sigmoid
+from megatron_gdn.ops.triton_math import exp, sigmoid
 
 TOKENS = 64
 """Of one program."""
@@ -83,7 +83,7 @@ def _read(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor):
 @triton.jit
 def _softplus(x):
     """log(1 + e^x) to fp32's last digits, also where e^x is far below one."""
-    small = tl.exp(-tl.abs(x))
+    small = exp(-tl.abs(x))
     whole = 1.0 + small
     corrected = tl.log(whole) * (small / tl.where(whole > 1.0, whole - 1.0, 1.0))
     return tl.maximum(x, 0.0) + tl.where(whole > 1.0, corrected, small)

@@ -9,6 +9,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def exp(x):
+    """e^x of fp32 to its last two bits; `tl.exp` loses one more for every doubling of x."""
+    if INTERPRETED:
+        return tl.exp(x)
+    return libdevice.exp(x)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x) of fp32, to 1e-6 relative where it is more than 1e-37.
 

@@ -4,7 +4,8 @@ python -m tests.benchmarks.gdn_layer    on a GPU, from the root of the repositor
 
 Input projection, convolution, gates, rule, gated norm, output projection: forward and backward to the
 input and every parameter. Rival: megatron-core's own GatedDeltaNet, built as its spec builds it, with the
-linears and norm of its local backend in place of TransformerEngine's.
+linears and norm of its local backend in place of TransformerEngine's, with fla's own kernels of the rule, as
+megatron-core installs it, and with FlashQLA's.
 
 Predicted for one H200, before anything was measured (32,768 tokens): products 9 ms, rule 5 ms, bytes 1.2 ms,
 in all 15 ms; ours 24 ms with the gated norm in plain PyTorch (5 ms) and fla's convolution (2.4 ms), 18 ms
@@ -13,8 +14,10 @@ with both fused; host 33 ms.
 Exit status 1 if a bound is missed, 2 if the two layers give different results.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 from tests.benchmarks import runs  # isort: split
 
@@ -42,6 +45,8 @@ SIZE = "35b-a3b"
 CP = 4
 TIMES_FASTER = 2.0
 TIMES_FLOOR = 1.5
+HOSTS = {"host": False, "host with flash-qla": True}
+"""Whether fla finds flash-qla, which megatron-core does not install, and gives it the rule."""
 SAME = 3e-2
 """Relative error of two bf16 outputs whose gates are fp32 in one and bf16 in the other."""
 
@@ -99,6 +104,12 @@ def build_host(tiny: bool, groups, ours: torch.nn.Module) -> torch.nn.Module:
             if not name.startswith("out_norm"):
                 parameter.copy_(own[name])
     return layer
+
+
+def host_forward(host: torch.nn.Module, hidden: Tensor, params: PackedSeqParams | None, flash_qla: bool):
+    """The host's output, its rule on FlashQLA or on fla's own kernels."""
+    with mock.patch.dict(os.environ, FLA_FLASH_QLA=str(int(flash_qla))):
+        return host(hidden, None, packed_seq_params=params)[0]
 
 
 def host_params(params: StreamParams) -> PackedSeqParams:
@@ -189,13 +200,17 @@ def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups
         ).params
         rows = params.plan.stream_rows
         plain, theirs = plain_layer(layer, rows), host_params(params) if documents > 1 else None
-        forwards = {
-            "host": (host, lambda theirs=theirs: host(hidden, None, packed_seq_params=theirs)[0]),
+        hosts = {
+            name: (host, lambda theirs=theirs, on=on: host_forward(host, hidden, theirs, on))
+            for name, on in HOSTS.items()
+        }
+        forwards = hosts | {
             "ours, CP 1": (layer, lambda params=params: layer(hidden, packed_seq_params=params)[0]),
             "ours without CP code": (layer, lambda plain=plain: plain(hidden)),
         }
         if runs.RUNS_ON_CPU and documents > 1:
-            del forwards["host"]  # its packed streams need its GPU kernels
+            for name in HOSTS:
+                del forwards[name]  # their packed streams need GPU kernels
         products, traffic = floor_parts(layer, tokens, ceilings)
         floor = products + runs.milliseconds(rule_alone(layer, rows)) + traffic
         outputs, times, counts = {}, {}, {}

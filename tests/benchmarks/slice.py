@@ -20,7 +20,8 @@ Exit status 1 if a bound is missed.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,20 @@ def build(case: Case, groups) -> DistributedDataParallel:
     )
 
 
+@contextmanager
+def built(case: Case, groups) -> Iterator[DistributedDataParallel]:
+    """The model; its memory is given back at the end."""
+    model = build(case, groups)
+    try:
+        yield model
+    finally:
+        # Hooks in the autograd graph hold the model, in a circle that Python's garbage collector cannot see.
+        buffers = (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
+        for tensor in (*model.parameters(), *buffers):
+            tensor.main_param = None  # the optimizer's
+            tensor.untyped_storage().resize_(0)
+
+
 def forward_backward(case: Case, model: DistributedDataParallel, groups) -> Callable[[], float]:
     """One microbatch from the CPU to gradients in their buffers; gives the mean loss, still on the device."""
     sample = runs.make_sample(case.lengths, case.vocab_size)
@@ -237,23 +252,23 @@ class Result:
 def measure(case: Case, groups) -> Result:
     """Build and time one case; out of memory is the caller's concern."""
     torch.manual_seed(1)
-    model = build(case, groups)
-    run = forward_backward(case, model, groups)
-    loss = float(run())
-    optimizer_ms, optimizer = 0.0, None
-    if case.optimizer:
-        optimizer = make_optimizer(case, model, groups)
-        optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
-    step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
-    peak = float("nan")
-    if not runs.RUNS_ON_CPU:
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        if optimizer:
-            optimizer.step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    return Result(case, step_ms, optimizer_ms, peak, loss)
+    with built(case, groups) as model:
+        run = forward_backward(case, model, groups)
+        loss = float(run())
+        optimizer_ms, optimizer = 0.0, None
+        if case.optimizer:
+            optimizer = make_optimizer(case, model, groups)
+            optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
+        step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
+        peak = float("nan")
+        if not runs.RUNS_ON_CPU:
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            if optimizer:
+                optimizer.step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() / 2**30
+        return Result(case, step_ms, optimizer_ms, peak, loss)
 
 
 def largest_that_fits(case: Case, groups) -> Result | None:
@@ -307,7 +322,8 @@ def sync_table(report: runs.LiveReport, tiny: bool, groups) -> list[str]:
     syncs = []
     for layers in (4, LAYERS):
         case = Case(tiny, False, min(EXPERTS.values()), optimizer=False, layers=layers)
-        seen = runs.count(forward_backward(case, build(case, groups), groups))
+        with built(case, groups) as model:
+            seen = runs.count(forward_backward(case, model, groups))
         if runs.RUNS_ON_CPU:
             # There torch's grouped product reads where each expert ends, 2 forward and 4 backward a layer.
             seen = seen._replace(syncs=seen.syncs - 6 * case.config().num_moe_experts * layers)

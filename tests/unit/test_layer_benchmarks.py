@@ -30,7 +30,7 @@ def test_tables_are_written(module, tmp_path):
     text = (tmp_path / f"{name}.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
     heads = {"gdn_layer": 2, "memory_share": 1, "slice": 3}[name]
-    figures = {"gdn_layer": 7 + 2, "memory_share": 8, "slice": 2 * 2 + 2}[name]
+    figures = {"gdn_layer": 8 + 2, "memory_share": 8, "slice": 2 * 2 + 2}[name]
     assert len(rows) == heads + figures, text
     if name == "memory_share":
         assert status == 0, text
