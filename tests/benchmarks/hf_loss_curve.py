@@ -193,8 +193,10 @@ def draw(runs: dict[str, dict[str, dict]], file: Path) -> None:
                 below.plot(steps, so_far, style, color=color)
         above.axhline(numpy.nan, color="red", linewidth=0.8, label="bound")  # for the legend
         below.axhline(BOUNDS[dtype], color="red", linewidth=0.8)
-        above.set(title=dtype, ylabel=f"lm loss, mean of {WINDOW} steps")
-        below.set(yscale="log", xlabel="step", ylabel="largest relative deviation from CP 1 so far")
+        above.set(title=dtype)
+        below.set(yscale="log", xlabel="step", ylim=(1e-9, 1e-1))
+    axes[0, 0].set(ylabel=f"lm loss, mean of {WINDOW} steps")
+    axes[1, 0].set(ylabel="largest deviation from CP 1 so far")
     axes[0, 0].legend()
     figure.tight_layout()
     figure.savefig(file, dpi=100)
