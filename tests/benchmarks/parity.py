@@ -62,6 +62,16 @@ FLAGS = {
     "eval-interval": 1000,
     "num-workers": 0,
 }
+STAY = {
+    "train-iters": 1,
+    "save-interval": 1,
+    "lr": 0,
+    "min-lr": 0,
+    "lr-warmup-iters": 0,
+    "lr-decay-iters": 1,
+    "weight-decay": 0,
+}
+"""A run that saves the weights it started from."""
 COINS = (1, 2, 3)
 """Of the noise floor: what one coin's rounding leaves alone, another's may tip."""
 TIMEOUT = 900
@@ -275,28 +285,33 @@ def spec(mode: str) -> str:
     return f"megatron_gdn.layer_specs get_qwen35_{mode}_cp_spec"
 
 
+def save_changed(flags: dict, source: Path, to: Path, dtype: str, edit: Edit) -> None:
+    """Save the weights of the checkpoint `source` to `to`, as one rank loads them and `edit` changes them.
+
+    The rank takes a single step with learning rate 0; `flags` must name the data and the model.
+    """
+    folder = to.with_name(f"save-{to.name}")
+    switches = ["--no-save-optim", "--no-save-rng", *start_switches(dtype)]
+    launch(flags | STAY | {"load": source, "save": to}, switches, 1, folder, edit=edit)
+
+
 def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:
     """One initial checkpoint for all (coin 0), and for each dtype and coin one with other last bits.
 
-    Each comes from one rank that takes a single step with learning rate 0. The keys are (dtype, coin).
+    The keys are (dtype, coin).
     """
-    flags = {"data-path": prefix, "spec": spec("headwise"), "train-iters": 1, "save-interval": 1}
-    flags |= {"lr": 0, "min-lr": 0, "lr-warmup-iters": 0, "lr-decay-iters": 1, "weight-decay": 0}
+    flags = {"data-path": prefix, "spec": spec("headwise")}
     switches = ["--no-save-optim", "--no-save-rng"]
-
-    def change(source: Path, name: str, dtype: str, edit: Edit) -> Path:
-        load = flags | {"load": source, "save": folder / name}
-        launch(load, switches + start_switches(dtype), 1, folder / f"save-{name}", edit=edit)
-        return folder / name
-
-    launch(flags | {"save": folder / "random"}, switches, 1, folder / "save-random")
-    initial = change(folder / "random", "initial", "fp32", lengthen_memory)
+    launch(flags | STAY | {"save": folder / "random"}, switches, 1, folder / "save-random")
+    initial = folder / "initial"
+    save_changed(flags, folder / "random", initial, "fp32", lengthen_memory)
     checkpoints = {}
     for dtype in ITERATIONS:
         checkpoints[dtype, 0] = initial
         for coin in COINS:
+            checkpoints[dtype, coin] = folder / f"coin-{coin}-{dtype}"
             edit = functools.partial(nudge, coin=coin)
-            checkpoints[dtype, coin] = change(initial, f"coin-{coin}-{dtype}", dtype, edit)
+            save_changed(flags, initial, checkpoints[dtype, coin], dtype, edit)
     return checkpoints
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.benchmarks import comm_volume, parity, parity_summary, rule_speed
+from tests.benchmarks import comm_volume, hf_loss_curve, parity, parity_summary, rule_speed
 from tests.benchmarks.parity import Case, Run
 from tests.benchmarks.report import RESULTS, table
 
@@ -112,6 +112,41 @@ def test_parity_memory_lasts():
     step = torch.nn.functional.softplus(layer.dt_bias)
     assert 0.001 <= step.min() < 0.005 and 0.02 < step.max() <= 0.1
     assert (layer.other == 1).all()
+
+
+def curves(**factors: float) -> dict[str, dict[str, dict]]:
+    """fp32 runs of the loss curve that are alike, but for a factor on a run's losses from step 60 on."""
+    losses = [6.0 - 0.01 * i for i in range(120)]
+    later = {name.replace("_", " "): factor for name, factor in factors.items()}
+    runs = {}
+    for name, (_, _, coin) in hf_loss_curve.RUNS.items():
+        factor = next((f for part, f in later.items() if part in name), 1.0)
+        changed = losses[:60] + [loss * factor for loss in losses[60:]]
+        runs[name] = {"losses": changed, "digest": f"weights {coin}", "seconds": 1.0}
+    return {"fp32": runs}
+
+
+def test_loss_curve_verdicts():
+    """The bound is on every run, above and below the reference; NaN keeps none."""
+    text, kept = hf_loss_curve.results_table(curves())
+    assert kept and text.count("pass (") == 2 and text.count("floor, below") == 2
+    for factor in (1 - 9e-4, 1 + 9e-4):
+        assert hf_loss_curve.results_table(curves(chunkwise=factor))[1]
+    for factor in (1 - 1.1e-3, 1 + 1.1e-3, math.nan):
+        text, kept = hf_loss_curve.results_table(curves(chunkwise=factor))
+        assert not kept and text.count("FAIL") == 1 and text.count("pass (") == 1
+        text, kept = hf_loss_curve.results_table(curves(changed=factor))
+        assert not kept and text.count("NOT below") == 2 and text.count("pass (") == 2
+
+
+def test_loss_curve_refuses_other_weights():
+    """Runs that did not begin with the reference's weights, and a noise floor that did."""
+    for name, digest in (("CP 2, headwise", "others"), (list(hf_loss_curve.RUNS)[1], "weights 0")):
+        runs = curves()["fp32"]
+        hf_loss_curve.check_digests("fp32", runs)
+        runs[name]["digest"] = digest
+        with pytest.raises(RuntimeError, match="wrong weights"):
+            hf_loss_curve.check_digests("fp32", runs)
 
 
 @pytest.mark.parametrize("layout", comm_volume.LAYOUTS)
