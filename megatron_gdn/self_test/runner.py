@@ -157,6 +157,6 @@ def check_all_ranks(setup: Setup, group: dist.ProcessGroup, say: Callable[[str],
         raise RuntimeError(
             f"the self-test found kernels that do not compute what they should: {'; '.join(told[:4])}{more}. "
             "`python -m megatron_gdn doctor` on that machine says more; choose another kernel "
-            "(--gdn-backend), leave the machine out, or train without --self-test."
+            "(--gdn-backend), leave the machine out, or train with --no-self-test."
         )
     say(f"self-test: {len(results)} kernels right on every rank, {time.perf_counter() - start:.1f} s")
