@@ -44,7 +44,7 @@ def test_a_wrong_kernel_on_one_rank_ends_all():
         assert said.startswith("error: the self-test found")
         assert "rank 1, " in said and "rank 0, " not in said
         assert "norm (torch): FAILED: relative error 1.0e+00 in the gradient of x" in said
-        assert "--self-test" in said
+        assert "--no-self-test" in said
 
 
 def test_right_kernels_let_training_start():
@@ -55,10 +55,10 @@ def test_right_kernels_let_training_start():
     assert other == ""
 
 
-def test_flag_turns_it_on(monkeypatch):
-    """--self-test; without it nothing is tested."""
+def test_flag_turns_it_off(monkeypatch):
+    """--no-self-test; without it kernels are tested."""
     import pretrain_qwen35 as script
 
-    for flags, wanted in ((["--self-test"], True), ([], False)):
+    for flags, wanted in ((["--no-self-test"], False), ([], True)):
         monkeypatch.setattr(sys, "argv", ["pretrain_qwen35.py", "--qwen35-size", "debug", *flags])
         assert script.parse_args(script.add_arguments).self_test is wanted
