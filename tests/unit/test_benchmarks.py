@@ -130,9 +130,9 @@ def test_loss_curve_verdicts():
     """The bound is on every run, above and below the reference; NaN keeps none."""
     text, kept = hf_loss_curve.results_table(curves())
     assert kept and text.count("pass (") == 2 and text.count("floor, below") == 2
-    for factor in (1 - 9e-4, 1 + 9e-4):
+    for factor in (1 - 9e-6, 1 + 9e-6):
         assert hf_loss_curve.results_table(curves(chunkwise=factor))[1]
-    for factor in (1 - 1.1e-3, 1 + 1.1e-3, math.nan):
+    for factor in (1 - 1.1e-5, 1 + 1.1e-5, math.nan):
         text, kept = hf_loss_curve.results_table(curves(chunkwise=factor))
         assert not kept and text.count("FAIL") == 1 and text.count("pass (") == 1
         text, kept = hf_loss_curve.results_table(curves(changed=factor))
