@@ -8,7 +8,6 @@ if a result differs from FlashAttention-2's.
 """
 
 import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from megatron_gdn import cp_comm
 from megatron_gdn.attention_cp import context_parallel_attention
 from megatron_gdn.ops import attention, attention_cudnn
 from megatron_gdn.stream import StreamPlan
+from tests.benchmarks.gpu import matmul_tflops, milliseconds
 from tests.benchmarks.report import RESULTS, gpu, provenance, table
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
@@ -129,19 +129,6 @@ def attend(case: Case, plan: StreamPlan, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return attention.attention(*rows, SCALE, plan.stream_rows).transpose(0, 1)
 
 
-def median_ms(work: Callable[[], object]) -> float:
-    """Median of REPEATS runs after one to warm up."""
-    times = []
-    for _ in range(REPEATS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:])
-
-
 @dataclass(frozen=True)
 class Measured:
     """Of one case and one set of kernels."""
@@ -176,17 +163,11 @@ def measure(case: Case) -> Measured:
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.no_grad():
-        forward_ms = median_ms(lambda: attend(case, plan, *leaves))
-    both_ms = median_ms(both)
+        forward_ms = milliseconds(lambda: attend(case, plan, *leaves), REPEATS, 1)
+    both_ms = milliseconds(both, REPEATS, 1)
     pairs = int((plan.local_positions + 1).sum())
     operations = 14 * pairs * HEADS * HEAD_DIM  # 2 products forward, 5 backward, 2 operations each
     return Measured(forward_ms, both_ms, operations / both_ms / 1e9, peak, results)
-
-
-def matmul_rate() -> float:
-    """TFLOP/s of a bf16 product of 8192^3: the ceiling."""
-    a, b = (torch.randn(8192, 8192, device=GPU).bfloat16() for _ in range(2))
-    return 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9
 
 
 def differ(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
@@ -201,7 +182,7 @@ HEAD += ["over cuDNN at CP 1", "of matmul", "memory, MiB", "difference"]
 
 def main() -> int:
     """Measure, print and write the table, after each row."""
-    ceiling, rows, worst, bar = matmul_rate(), [], 0.0, None
+    ceiling, rows, worst, bar = matmul_tflops(), [], 0.0, None
     text = [
         "# One rank's share of attention",
         "",

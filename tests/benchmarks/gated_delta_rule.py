@@ -15,13 +15,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.testing import do_bench
 
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.rows import Rows
+from tests.benchmarks.gpu import copy_terabytes, milliseconds
 from tests.benchmarks.report import RESULTS, provenance, table
 
-TOKENS = (32768, 131072)
+TOKENS = (131072, 32768)
 KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 """Qwen3.5-35B-A3B at tensor parallel size 1."""
 CP = 4
@@ -181,8 +181,7 @@ def measure(function: Callable[..., Tensor], inputs: list[Tensor]) -> Times:
     before = torch.cuda.memory_allocated()
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    timing = {"warmup": 30, "rep": 150, "return_mode": "median"}
-    return Times(do_bench(forward, **timing), do_bench(both, **timing), peak)
+    return Times(milliseconds(forward), milliseconds(both), peak)
 
 
 def gates_made(inputs: list[Tensor]) -> list[Tensor]:
@@ -226,13 +225,6 @@ def compare(tokens: int, decay: str) -> dict[str, Times]:
     return results
 
 
-def copy_rate() -> float:
-    """Bytes read and written by a device copy per millisecond."""
-    source = torch.randn(2**29, device=GPU, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / do_bench(lambda: target.copy_(source), return_mode="median")
-
-
 def floor(tokens: int, rate: float) -> float:
     """Milliseconds to read what forward and backward must read and write what they must write, once."""
     qk, v, gates = 2 * KEY_HEADS * DIM * 2, VALUE_HEADS * DIM * 2, 2 * VALUE_HEADS * 2
@@ -249,7 +241,7 @@ def main() -> int:
     torch.distributed.all_gather_into_tensor = lambda out, x, **kw: gather(
         out.view(-1, *x.shape[1:]), x, **kw
     )
-    rate = copy_rate()
+    rate = copy_terabytes() * 1e9  # bytes per millisecond
     text = [
         "# The gated delta rule on a GPU",
         "",

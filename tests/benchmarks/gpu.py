@@ -1,6 +1,7 @@
 """Timing on a GPU: medians by CUDA events, what the chip reaches at best, peak memory."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,20 +10,26 @@ import torch
 
 from tests.helpers.distributed import make_groups
 
-AHEAD = 20_000_000
-"""Cycles of the GPU's clock, about 10 ms, in which the CPU gets ahead."""
+CYCLES = 2e9
+"""Of the GPU's clock in a second, about."""
+LONGEST_AHEAD = 0.5
+"""Seconds. What takes the CPU longer than that to launch takes the GPU longer to run."""
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 20, warm_up: int = 10) -> float:
     """Median of `repeats` runs, each between two CUDA events.
 
-    All are queued behind a few milliseconds of other work, and none waits for the one before: as in
-    training, where the CPU is ahead, launches take no time of their own unless they outlast the kernels.
+    All are queued behind other work that lasts until the last is launched, as in training, where the CPU is
+    ahead: launches take no time of their own.
     """
     for _ in range(warm_up):
         function()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    ahead = min(1.2 * repeats * (time.perf_counter() - start), LONGEST_AHEAD)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda._sleep(AHEAD)
+    torch.cuda._sleep(int(ahead * CYCLES))
     for start, end in events:
         start.record()
         function()

@@ -22,7 +22,7 @@ from tests.benchmarks.report import RESULTS
 TABLES = {
     "gdn_layer": 100,
     "memory_share": 100,
-    "slice": 120,
+    "slice": 240,
     "attention": 120,
     "moe_layer": 60,
     "linear_cross_entropy": 100,

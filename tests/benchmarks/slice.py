@@ -20,8 +20,7 @@ Exit status 1 if a bound is missed.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +51,7 @@ from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
 from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
 from tests.benchmarks import gdn_layer
+from tests.helpers.distributed import run_ranks
 
 LAYERS, DOCUMENTS, DOCUMENT = 8, 8, 4096
 EXPERTS = {"without optimizer": 256, "with optimizer": 128}
@@ -156,20 +156,6 @@ def build(case: Case, groups) -> DistributedDataParallel:
     )
 
 
-@contextmanager
-def built(case: Case, groups) -> Iterator[DistributedDataParallel]:
-    """The model; its memory is given back at the end."""
-    model = build(case, groups)
-    try:
-        yield model
-    finally:
-        # Hooks in the autograd graph hold the model, in a circle that Python's garbage collector cannot see.
-        buffers = (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
-        for tensor in (*model.parameters(), *buffers):
-            tensor.main_param = None  # the optimizer's
-            tensor.untyped_storage().resize_(0)
-
-
 def forward_backward(case: Case, model: DistributedDataParallel, groups) -> Callable[[], float]:
     """One microbatch from the CPU to gradients in their buffers; gives the mean loss, still on the device."""
     sample = runs.make_sample(case.lengths, case.vocab_size)
@@ -252,39 +238,55 @@ class Result:
 def measure(case: Case, groups) -> Result:
     """Build and time one case; out of memory is the caller's concern."""
     torch.manual_seed(1)
-    with built(case, groups) as model:
-        run = forward_backward(case, model, groups)
-        loss = float(run())
-        optimizer_ms, optimizer = 0.0, None
-        if case.optimizer:
-            optimizer = make_optimizer(case, model, groups)
-            optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
-        step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
-        peak = float("nan")
-        if not runs.RUNS_ON_CPU:
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            if optimizer:
-                optimizer.step()
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() / 2**30
-        return Result(case, step_ms, optimizer_ms, peak, loss)
+    model = build(case, groups)
+    run = forward_backward(case, model, groups)
+    loss = float(run())
+    optimizer_ms, optimizer = 0.0, None
+    if case.optimizer:
+        optimizer = make_optimizer(case, model, groups)
+        optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
+    step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
+    peak = float("nan")
+    if not runs.RUNS_ON_CPU:
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        if optimizer:
+            optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return Result(case, step_ms, optimizer_ms, peak, loss)
 
 
-def largest_that_fits(case: Case, groups) -> Result | None:
+def in_a_process(function: Callable[[Case, Any], Any], case: Case) -> Any:
+    """What `function` gives for a case and groups, None if memory runs out.
+
+    In a process of its own: the host's gradient hooks hold the model in a circle that Python's garbage
+    collector cannot see, so that its memory comes back with the process only.
+    """
+    start = "fork" if runs.RUNS_ON_CPU else "spawn"
+    return run_ranks(_only_rank, 1, function, case, start=start, timeout=300)[0]
+
+
+def _only_rank(rank: int, world_size: int, function: Callable[[Case, Any], Any], case: Case) -> Any:
+    torch.distributed.destroy_process_group()
+    with runs.one_rank() as groups:
+        try:
+            return function(case, groups)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+
+def largest_that_fits(case: Case) -> Result | None:
     """Measure with as many documents as fit in memory; None if not even one does."""
     while case.documents:
-        try:
-            return measure(case, groups)
-        except torch.cuda.OutOfMemoryError:
-            pass  # the traceback holds the model, so it is let go of first
-        runs.empty_cache()
+        if result := in_a_process(measure, case):
+            return result
         print(f"out of memory with {case.documents} documents: {case}", flush=True)
         case = replace(case, documents=case.documents // 2)
     return None
 
 
-def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups) -> list[str]:
+def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings) -> list[str]:
     """Both models without and with an optimizer; returns the bounds missed."""
     missed = []
     head = "model, tokens, fwd+bwd ms, optimizer ms, model TFLOP/s, of the matmul rate, peak GiB, first loss"
@@ -293,8 +295,7 @@ def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups)
         rates = {}
         for name in ("ours", "host"):
             case = Case(tiny, name == "host", experts, optimizer=title == "with optimizer")
-            result = largest_that_fits(case, groups)
-            runs.empty_cache()
+            result = largest_that_fits(case)
             if result is None:
                 report.row(name, "does not fit", *[""] * 6)
                 continue
@@ -316,20 +317,23 @@ def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups)
     return missed
 
 
-def sync_table(report: runs.LiveReport, tiny: bool, groups) -> list[str]:
+def count(case: Case, groups) -> runs.Counts:
+    """What one forward and backward launches, copies and waits for."""
+    return runs.count(forward_backward(case, build(case, groups), groups))
+
+
+def sync_table(report: runs.LiveReport, tiny: bool) -> list[str]:
     """Host syncs of our forward and backward, cutting of the microbatch included, by number of layers."""
     report.table("Ours by number of layers", ["layers", "launches", "copies", "syncs with the host"])
     syncs = []
     for layers in (4, LAYERS):
         case = Case(tiny, False, min(EXPERTS.values()), optimizer=False, layers=layers)
-        with built(case, groups) as model:
-            seen = runs.count(forward_backward(case, model, groups))
+        seen = in_a_process(count, case)
         if runs.RUNS_ON_CPU:
             # There torch's grouped product reads where each expert ends, 2 forward and 4 backward a layer.
             seen = seen._replace(syncs=seen.syncs - 6 * case.config().num_moe_experts * layers)
         report.row(layers, *seen)
         syncs.append(seen.syncs)
-        runs.empty_cache()
     return [f"{syncs[0]} syncs with 4 layers, {syncs[1]} with {LAYERS}"] if syncs[1] > syncs[0] else []
 
 
@@ -350,9 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         ceilings.text(),
     )
-    with runs.one_rank() as groups:
-        missed = tables(report, arguments.tiny, ceilings, groups)
-        missed += sync_table(report, arguments.tiny, groups)
+    runs.empty_cache()
+    missed = tables(report, arguments.tiny, ceilings)
+    missed += sync_table(report, arguments.tiny)
     report.text(*(f"- {line}" for line in missed or ["every bound is kept"]))
     return int(bool(missed))
 
