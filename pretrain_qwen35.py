@@ -19,13 +19,11 @@ if sys.version_info < (3, 12):
 
 import argparse
 import functools
-import importlib.util
 import json
 import logging
 import os
 import time
 import traceback
-from pathlib import Path
 
 # The host asks for it with tensor or context parallelism on GPUs; read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -52,15 +50,14 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_gdn import data_checks, validation
+from megatron_gdn import arguments, data_checks, validation
 from megatron_gdn.checkpoint.huggingface import into_model
 from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
-from megatron_gdn.config import SIZES, Qwen35Config, count_parameters, model_arguments, size_arguments
-from megatron_gdn.cp_layout import CP_LAYOUTS
+from megatron_gdn.config import Qwen35Config
 from megatron_gdn.microbatch import Microbatch, cut_microbatch
 from megatron_gdn.model import Qwen35Model, build_model
-from megatron_gdn.ops import attention, gated_delta_rule
 from megatron_gdn.prepare_data import check_dataset
+from megatron_gdn.run_summary import describe, rule_backend
 from megatron_gdn.self_test.cases import Setup
 from megatron_gdn.self_test.runner import check_all_ranks
 from megatron_gdn.tokenizer import build_tokenizer
@@ -68,77 +65,7 @@ from megatron_gdn.training_log import TrainingLog
 
 DEVICE_TYPE = "cpu" if RUNS_ON_CPU else "cuda"
 read_tokenizer = functools.cache(build_tokenizer)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our own flags and set the defaults that the size and the machine ask for."""
-    parser.error = _refuse_flags
-    group = parser.add_argument_group("Qwen3.5")
-    model = group.add_mutually_exclusive_group(required=True)
-    model.add_argument("--qwen35-size", choices=SIZES, help="sets every model flag; one given by hand wins")
-    model.add_argument(
-        "--from-hf",
-        metavar="DIR",
-        help="start from a Hugging Face checkpoint, whose config.json sets every model flag; a checkpoint in "
-        "--load wins over its weights",
-    )
-    group.add_argument(
-        "--cp-layout",
-        default="zigzag",
-        choices=CP_LAYOUTS,
-        help="order of tokens across context-parallel ranks",
-    )
-    group.add_argument(
-        "--gdn-backend",
-        default="auto",
-        choices=gated_delta_rule.GDN_BACKENDS,
-        help="kernel of the gated delta rule; auto takes the fastest that can run",
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="byte|FOLDER",
-        help="what the data was prepared with; without it, the host's --tokenizer-type",
-    )
-    group.add_argument(
-        "--self-test",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="test the kernels on every GPU before training",
-    )
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.error = _refuse_flags
-    early.add_argument("--qwen35-size")
-    early.add_argument("--from-hf")
-    known = early.parse_known_args()[0]
-    parser.set_defaults(
-        apply_rope_fusion=False,  # our attention turns its heads itself
-        create_attention_mask_in_dataloader=False,  # document borders reach the layers as lengths
-    )
-    for arguments in machine_flags().values():
-        parser.set_defaults(**arguments)
-    if known.from_hf is not None:
-        parser.set_defaults(**model_arguments(into_model.model_of(Path(known.from_hf))))
-    elif known.qwen35_size in SIZES:
-        parser.set_defaults(**size_arguments(known.qwen35_size))
-    return parser
-
-
-def _refuse_flags(message: str) -> None:
-    raise ValueError(f"{message} (--help lists every flag)")
-
-
-def machine_flags() -> dict[str, dict]:
-    """Flags set for the user because of what this machine lacks, and the arguments they stand for."""
-    flags = {}
-    if RUNS_ON_CPU:
-        flags["--distributed-backend gloo"] = {"distributed_backend": "gloo"}
-    if RUNS_ON_CPU or importlib.util.find_spec("transformer_engine") is None:
-        flags |= {
-            "--transformer-impl local": {"transformer_impl": "local"},
-            "--no-persist-layer-norm": {"no_persist_layer_norm": True},
-            "--no-gradient-accumulation-fusion": {"gradient_accumulation_fusion": False},
-        }
-    return flags
+add_arguments = functools.partial(arguments.add_arguments, runs_on_cpu=RUNS_ON_CPU)
 
 
 def starts_from_hf(args: argparse.Namespace) -> bool:
@@ -209,7 +136,7 @@ def prepare():
     # The host wants 2 x cp to divide the length whatever the layout; it does not ask about this name.
     args.encoder_seq_length, args.seq_length = args.seq_length, None
     validate_args(args)
-    rule_backend(args)
+    rule_backend(args, torch.device(DEVICE_TYPE))
     set_global_variables(args)
     transformer = core_transformer_config_from_args(args, Qwen35Config)
     # A packed microbatch is one long row, not the rows that pipeline stages otherwise expect.
@@ -330,54 +257,6 @@ def loss_func(microbatch: Microbatch, losses: Tensor) -> tuple[Tensor, Tensor, d
     return total * microbatch.params.plan.cp_size, whole, report
 
 
-def rule_backend(args: argparse.Namespace) -> gated_delta_rule.Backend:
-    """The kernel of the gated delta rule; a ValueError if the one asked for cannot run here."""
-    head_dims = (args.linear_key_head_dim, args.linear_value_head_dim)
-    device = torch.device(DEVICE_TYPE)
-    return gated_delta_rule.choose_backend(device, args.params_dtype, head_dims, args.gdn_backend)
-
-
-def describe(args: argparse.Namespace, mode: str, config: Qwen35Config) -> str:
-    """The block that says what is going to run."""
-    total, active = count_parameters(
-        config, args.padded_vocab_size, not args.untie_embeddings_and_output_weights
-    )
-    device = torch.device(DEVICE_TYPE)
-    rule = rule_backend(args)
-    core_attention = attention.backend_name(device, args.params_dtype, args.kv_channels)
-    name = f"Qwen3.5 {args.qwen35_size}" if args.from_hf is None else Path(args.from_hf).name
-    rows = {
-        "model": f"{name}, {total:,} parameters, {active:,} active per token",
-        "weights": _weights(args),
-        "layer spec": " ".join(args.spec),
-        "multi-token prediction": f"{args.mtp_num_layers or 0} tokens further, not counted above",
-        "GDN context parallelism": mode,
-        "attention context parallelism": " ".join(args.cp_comm_type),
-        "token layout": args.cp_layout,
-        "documents": "kept apart" if validation.packs_documents(args) else "not kept apart",
-        "parallel sizes": f"tp {args.tensor_model_parallel_size}, pp {args.pipeline_model_parallel_size}, "
-        f"ep {args.expert_model_parallel_size}, cp {args.context_parallel_size}, "
-        f"dp {args.data_parallel_size}",
-        "kernels": f"gated delta rule {rule}, attention {core_attention}, layers {args.transformer_impl}, "
-        f"{args.params_dtype}",
-        "tokens per step": f"{args.global_batch_size * args.seq_length:,}",
-    }
-    width = max(map(len, rows))
-    return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""])
-
-
-def _weights(args: argparse.Namespace) -> str:
-    """Where they come from."""
-    if checkpoint_exists(args.load):
-        return f"the checkpoint in {args.load}" + (f", not {args.from_hf}" if args.from_hf else "")
-    if args.from_hf is None:
-        return "random" if args.pretrained_checkpoint is None else str(args.pretrained_checkpoint)
-    left_out = not args.mtp_num_layers and any(
-        name.startswith("mtp.") for name in into_model.source_of(args).folder.tensors
-    )
-    return args.from_hf + (" without its multi-token prediction (--mtp-num-layers 1)" if left_out else "")
-
-
 def refuse(error: BaseException) -> None:
     """End this rank with one line that says what is wrong.
 
@@ -424,10 +303,12 @@ def main() -> None:
         refuse(error)
     args = get_args()
     if args.rank == 0:
-        if machine_flags():
+        if flags := arguments.machine_flags(RUNS_ON_CPU):
             lacks = "GPU" if RUNS_ON_CPU else "Transformer Engine"
-            print(f"no {lacks} found; set for you unless given: {' '.join(machine_flags())}")
-        print(describe(args, spec.gdn_cp_mode, container.model.transformer), flush=True)
+            print(f"no {lacks} found; set for you unless given: {' '.join(flags)}")
+        device, resumes = torch.device(DEVICE_TYPE), checkpoint_exists(args.load)
+        text = describe(args, spec.gdn_cp_mode, container.model.transformer, device, resumes)
+        print(text, flush=True)
     if RUNS_ON_CPU:
         training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
         cpu.fork_checkpoint_writer()
