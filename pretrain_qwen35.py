@@ -303,7 +303,8 @@ def main() -> None:
         refuse(error)
     args = get_args()
     if args.rank == 0:
-        if flags := arguments.machine_flags(RUNS_ON_CPU):
+        flags = arguments.machine_flags(RUNS_ON_CPU)
+        if flags:
             lacks = "GPU" if RUNS_ON_CPU else "Transformer Engine"
             print(f"no {lacks} found; set for you unless given: {' '.join(flags)}")
         device, resumes = torch.device(DEVICE_TYPE), checkpoint_exists(args.load)
