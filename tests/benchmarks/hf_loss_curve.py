@@ -21,7 +21,8 @@ import numpy
 
 from megatron_gdn import cpu
 from megatron_gdn.training_log import LOG_NAME, read_log
-from tests.benchmarks.parity import (
+from tests.benchmarks.report import RESULTS, provenance, table
+from tests.benchmarks.training_runs import (
     launch,
     lengthen_memory,
     make_data,
@@ -30,7 +31,6 @@ from tests.benchmarks.parity import (
     spec,
     start_switches,
 )
-from tests.benchmarks.report import RESULTS, provenance, table
 
 ITERATIONS = 2000
 WINDOW = 50
@@ -119,6 +119,7 @@ def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> di
         "spec": spec(mode),
         "train-iters": iterations,
         "lr-decay-iters": iterations,
+        "lr-warmup-iters": min(FLAGS["lr-warmup-iters"], iterations // 10),
     }
     start = time.monotonic()
     packed = ["--dataloader-inter-document-masking", "--eod-mask-loss"]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.benchmarks import comm_volume, hf_loss_curve, parity, parity_summary, rule_speed
+from tests.benchmarks import comm_volume, hf_loss_curve, parity, parity_summary, rule_speed, training_runs
 from tests.benchmarks.parity import Case, Run
 from tests.benchmarks.report import RESULTS, table
 
@@ -92,14 +92,14 @@ def test_parity_refuses_other_weights():
 def test_parity_nudge_changes_the_last_bit(dtype):
     """Every number becomes a neighbour of what it was, some up and some down, and the digest shows it."""
     layer = torch.nn.Linear(16, 16, dtype=dtype)
-    before, digest = layer.weight.detach().clone(), parity.digest([layer])
-    assert digest == parity.digest([layer])
+    before, digest = layer.weight.detach().clone(), training_runs.digest([layer])
+    assert digest == training_runs.digest([layer])
     with torch.no_grad():
-        parity.nudge([layer], coin=1)
+        training_runs.nudge([layer], coin=1)
     infinity = torch.tensor(math.inf, dtype=dtype)
     up, down = (layer.weight == torch.nextafter(before, sign * infinity) for sign in (1, -1))
     assert (up ^ down).all() and up.any() and down.any()
-    assert digest != parity.digest([layer])
+    assert digest != training_runs.digest([layer])
 
 
 def test_parity_memory_lasts():
