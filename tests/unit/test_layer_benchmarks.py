@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.benchmarks import gdn_layer, memory_share, run_gpu, runs
+from tests.benchmarks import gdn_layer, memory_share, run_gpu, runs, warm_kernels
 from tests.benchmarks import slice as model_slice
 from tests.helpers.distributed import run_ranks
 
@@ -93,3 +93,13 @@ def test_runner_ends_what_takes_too_long():
     assert environ["TRITON_CACHE_DIR"] == os.path.abspath("cache/triton")
     assert run_gpu.run([sys.executable, "-c", "raise SystemExit(3)"], 30, environ) == 3
     assert run_gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, environ) is None
+
+
+def test_warming_tells_of_failures(monkeypatch, capfd):
+    """Each process is waited for; one that fails or takes too long is named."""
+    monkeypatch.setattr(warm_kernels, "jobs", lambda: {"heads / none": {}})
+    assert warm_kernels.main() == 1
+    assert "heads / none: 1" in capfd.readouterr().out
+    monkeypatch.setattr(warm_kernels, "SECONDS", 0)
+    assert warm_kernels.main() == 1
+    assert "heads / none: out of time" in capfd.readouterr().out

@@ -1,0 +1,79 @@
+"""Compile the gated delta rule's kernels for every number of heads that the GPU tables need, all at once.
+
+python -m tests.benchmarks.warm_kernels    on a GPU, from the root of the repository, with KERNEL_CACHE set
+
+A compiler uses one core and takes one to two minutes for each number of heads; in the tables they would come
+one after another. Nothing is timed here and no autotuner's choice is kept, since the processes disturb each
+other. Exit status 1 if one of them failed or took too long.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+SHARES = (1, 2, 4, 8)
+"""Ranks among which headwise deals out the heads."""
+TOKENS = (4096, 32_768)
+"""Few, whose documents are run in one part, and many, which are cut."""
+SECONDS = 240
+
+
+def jobs() -> dict[str, dict[str, str]]:
+    """Name of each process -> what it has in its environment."""
+    return {f"heads / {share}": {} for share in SHARES} | {
+        "host": {"FLA_FLASH_QLA": "0"},
+        "host with flash-qla": {"FLA_FLASH_QLA": "1"},
+    }
+
+
+def functions(name: str, tokens: int) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
+    """What one process runs, each forward and backward, and its inputs."""
+    from tests.benchmarks import gated_delta_rule as rule
+
+    if name.startswith("host"):
+        inputs = rule.make_inputs(tokens, "lasts")
+        return [(rule.host, inputs), (rule.fla_fused, inputs)]
+    inputs = rule.make_inputs(tokens, "lasts", int(name.rpartition("/")[2]))
+    found = [(rule.ours(tokens), inputs), (rule.flash_qla(), rule.gates_made(inputs))]
+    if name == "heads / 1":
+        found += [(rule.ours(tokens, spans), inputs) for spans in (1, 2)]
+    return found
+
+
+def compile_for(name: str) -> None:
+    """Body of one process."""
+    for tokens in TOKENS:
+        for function, inputs in functions(name, tokens):
+            out = function(*inputs)
+            torch.autograd.grad(out, inputs, torch.randn_like(out))
+    torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Start a process for each job, or be one."""
+    if argv:
+        compile_for(argv[0])
+        return 0
+    # A choice made while others use the GPU is not worth keeping.
+    kept = os.environ | {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}
+    command, end = [sys.executable, "-m", "tests.benchmarks.warm_kernels"], time.monotonic() + SECONDS
+    started = {name: subprocess.Popen([*command, name], env=kept | more) for name, more in jobs().items()}
+    failed = 0
+    for name, process in started.items():
+        try:
+            status = process.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = "out of time"
+        failed += status != 0
+        print(f"{name}: {status or 'compiled'}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
