@@ -18,7 +18,7 @@ setup(
         "megatron-core==0.19.2",
         "flash-linear-attention>=0.6,<0.7",
         "torch>=2.11",
-        "triton>=3.3",  # kernels are defined where they are imported; the CPU build of torch comes without it
+        "triton>=3.4",  # kernels are defined where they are imported; the CPU build of torch comes without it
         "numpy",
         "psutil",  # the host's distributed checkpoint stops without it, and does not ask for it
         "matplotlib",

@@ -18,7 +18,7 @@ def exp(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x) of fp32, to 1e-6 relative where it is more than 1e-37.
+    """1 / (1 + e^-x) of fp32, to 1e-6 relative for x > -10 and 1e-5 where it is more than 1e-37.
 
     `tl.sigmoid` guards both steps against numbers of less than 1e-38, at three more instructions each;
     kernels that move few bytes per number wait for those.

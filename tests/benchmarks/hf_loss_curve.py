@@ -13,6 +13,7 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy
 
 from megatron_gdn import cpu
 from megatron_gdn.training_log import LOG_NAME, read_log
-from tests.benchmarks.report import RESULTS, provenance, table
+from tests.benchmarks.report import RESULTS, commit, provenance, table
 from tests.benchmarks.training_runs import (
     launch,
     lengthen_memory,
@@ -72,7 +73,7 @@ FLAGS = {
     "lr-decay-style": "cosine",
     "lr-warmup-iters": 200,
 }
-"""Over those of the parity benchmark. README.md says why this learning rate."""
+"""Over those of `training_runs`. README.md says why this learning rate."""
 TIMEOUT = 3600
 """Seconds for one run."""
 
@@ -108,9 +109,10 @@ def save_floor(prefix: str, work: Path) -> None:
 
 
 def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> dict:
-    """One run: its losses, the digest of the weights it began with, and its seconds."""
+    """One run: its losses, the digest of the weights it began with, its seconds and the commit."""
     mode, cp, coin = RUNS[name]
-    folder = work / f"{dtype}_{name}".replace(", ", "_").replace(" ", "-")
+    folder = work / f"{dtype}_{name}_{iterations}".replace(", ", "_").replace(" ", "-")
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     flags = FLAGS | {
         "from-hf": work / "hf",  # sizes; the weights are those converted
         "load": start_of(dtype, coin, work),
@@ -127,7 +129,7 @@ def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> di
     losses = [record["lm loss"] for record in read_log(str(folder / LOG_NAME))]
     if len(losses) != iterations:
         raise RuntimeError(f"{dtype}, {name}: logged {len(losses)} iterations; see {folder}")
-    return {"losses": losses, "digest": digest, "seconds": time.monotonic() - start}
+    return {"losses": losses, "digest": digest, "seconds": time.monotonic() - start, "commit": commit()}
 
 
 def check_digests(dtype: str, by_name: dict[str, dict]) -> None:
@@ -138,9 +140,18 @@ def check_digests(dtype: str, by_name: dict[str, dict]) -> None:
             raise RuntimeError(f"{dtype}, {name}: loaded the wrong weights")
 
 
+def commit_of(runs: dict[str, dict[str, dict]]) -> str:
+    """The one commit that made all runs."""
+    commits = {run["commit"] for by_name in runs.values() for run in by_name.values()}
+    if len(commits) > 1:
+        raise RuntimeError(f"runs of several commits, {sorted(commits)}: begin in another --work")
+    return commits.pop()
+
+
 def smooth(losses: list[float]) -> numpy.ndarray:
-    """Running mean over WINDOW steps."""
-    return numpy.convolve(losses, numpy.ones(WINDOW) / WINDOW, mode="valid")
+    """Running mean over WINDOW steps, or all if there are fewer."""
+    window = min(WINDOW, len(losses))
+    return numpy.convolve(losses, numpy.ones(window) / window, mode="valid")
 
 
 def deviation(losses: list[float], reference: list[float]) -> float:
@@ -245,9 +256,10 @@ def main() -> int:
     import megatron_gdn.layer_specs  # noqa: F401
     import pretrain_qwen35  # noqa: F401
 
-    work, source = options.work, provenance("python -m tests.benchmarks.hf_loss_curve", "transformers")
-    ready = work / "ready.json"
+    work, ready = options.work, options.work / "ready.json"
     if not ready.exists():
+        if work.exists():
+            parser.error(f"--work {work} exists but was not prepared to the end; remove it or name another")
         work.mkdir()
         make_model(work)
         save_floor(data := make_data(work), work)
@@ -259,7 +271,9 @@ def main() -> int:
         for name in RUNS:
             file = work / f"{dtype}_{name}_{options.iterations}.json"
             if not file.exists():
-                file.write_text(json.dumps(train(name, dtype, options.iterations, prefix, work)))
+                begun = file.with_suffix(".begun")
+                begun.write_text(json.dumps(train(name, dtype, options.iterations, prefix, work)))
+                begun.rename(file)
             runs[dtype][name] = json.loads(file.read_text())
             print(f"{dtype}, {name}: {runs[dtype][name]['seconds']:.0f} s", flush=True)
         check_digests(dtype, runs[dtype])
@@ -267,6 +281,9 @@ def main() -> int:
     print(text)
     if options.iterations == ITERATIONS:
         draw(runs, RESULTS / "hf_loss_curve.png")
+        source = provenance(
+            "python -m tests.benchmarks.hf_loss_curve", "transformers", made_at=commit_of(runs)
+        )
         page = summary(runs, text, source, options.iterations)
         (RESULTS / "hf_loss_curve.md").write_text(page)
     return 0 if kept else 1

@@ -40,6 +40,8 @@ from tests.benchmarks.training_runs import (
 EARLY = 10
 """Iterations in which rounding has not been amplified yet."""
 ITERATIONS = {"fp32": 100, "bf16": EARLY}
+SCHEDULE = {"lr-decay-iters": ITERATIONS["fp32"]}
+"""The same learning rates in short runs as in long ones."""
 BOUNDS = {
     "fp32": {"loss_early": 1e-5, "norm_early": 1e-4, "loss": 1e-3, "norm": 1e-3},
     "bf16": {"loss_early": 2e-3, "norm_early": 2e-3},
@@ -175,6 +177,7 @@ def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
         "cp-layout": case.layout,
         "cp-comm-type": case.comm,
         "train-iters": ITERATIONS[case.dtype],
+        **SCHEDULE,
     }
     switches = start_switches(case.dtype)
     switches += ["--dataloader-inter-document-masking", "--eod-mask-loss"] if case.packed else []
@@ -196,7 +199,7 @@ def check_digests(runs: dict[Case, Run]) -> None:
 
 def summary(runs: dict[Case, Run], source: list[str], seconds: float) -> str:
     """What was run, from which `source`, and how the references went."""
-    flags = " ".join(f"--{name} {value}" for name, value in FLAGS.items())
+    flags = " ".join(f"--{name} {value}" for name, value in (FLAGS | SCHEDULE).items())
     lines = [
         "# Context-parallel training against one rank",
         "",

@@ -16,17 +16,18 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
-def provenance(command: str, *packages: str) -> list[str]:
+def provenance(command: str, *packages: str, made_at: str | None = None) -> list[str]:
     """Lines that say how, on what and from which commit the figures were made.
 
     Args:
         command: what was run.
         *packages: whose versions matter, beside those of torch and megatron-core.
+        made_at: the commit, where it is not the present one.
     """
     versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", *packages)}
     versions = {"Python": platform.python_version()} | versions
     return [
-        f"- command: `{command}`, commit {commit()}",
+        f"- command: `{command}`, commit {made_at or commit()}",
         f"- {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"- {platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores",
     ]

@@ -28,7 +28,6 @@ FLAGS = {
     "global-batch-size": 4,
     "lr": 1.5e-4,
     "min-lr": 1.5e-5,
-    "lr-decay-iters": 100,
     "lr-warmup-iters": 10,
     "weight-decay": 0.1,
     "clip-grad": 1.0,

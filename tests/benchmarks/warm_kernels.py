@@ -1,6 +1,6 @@
 """Compile the gated delta rule's kernels for every number of heads that the GPU tables need, all at once.
 
-python -m tests.benchmarks.warm_kernels    on a GPU, from the root of the repository, with KERNEL_CACHE set
+KERNEL_CACHE=FOLDER python -m tests.benchmarks.warm_kernels    on a GPU, from the root of the repository
 
 A compiler uses one core and takes one to two minutes for each number of heads; in the tables they would come
 one after another. Nothing is timed here and no autotuner's choice is kept, since the processes disturb each
@@ -8,6 +8,7 @@ other. Exit status 1 if one of them failed or took too long.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from tests.benchmarks.run_gpu import environment
 
 SHARES = (1, 2, 4, 8)
 """Ranks among which headwise deals out the heads."""
@@ -60,15 +63,22 @@ def main(argv: Sequence[str] = ()) -> int:
         compile_for(argv[0])
         return 0
     # A choice made while others use the GPU is not worth keeping.
-    kept = os.environ | {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}
+    kept = environment(os.environ.get("KERNEL_CACHE")) | {
+        "TRITON_CACHE_AUTOTUNING": "0",
+        "FLA_CACHE_RESULTS": "0",
+    }
     command, end = [sys.executable, "-m", "tests.benchmarks.warm_kernels"], time.monotonic() + SECONDS
-    started = {name: subprocess.Popen([*command, name], env=kept | more) for name, more in jobs().items()}
+    started = {
+        name: subprocess.Popen([*command, name], env=kept | more, start_new_session=True)
+        for name, more in jobs().items()
+    }
     failed = 0
     for name, process in started.items():
         try:
             status = process.wait(max(end - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
+            process.wait()
             status = "out of time"
         failed += status != 0
         print(f"{name}: {status or 'compiled'}", flush=True)
