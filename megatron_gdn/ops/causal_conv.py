@@ -77,10 +77,8 @@ def _torch_conv(x, weight, halo, rows, sections):
 def _l2norm(y: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return y
-    heads = y.unflatten(-1, (-1, dim))
-    return (
-        heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + causal_conv_triton.L2NORM_EPS.value)
-    ).flatten(-2)
+    heads, eps = y.unflatten(-1, (-1, dim)), causal_conv_triton.L2NORM_EPS.value
+    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + eps)).flatten(-2)
 
 
 class _TritonConv(torch.autograd.Function):
