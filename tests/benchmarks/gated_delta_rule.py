@@ -6,11 +6,9 @@ python -m tests.benchmarks.gated_delta_rule      from the root of the repository
 Exit status 1 if a result differs from FlashQLA's, or a ratio is over its limit.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.rows import Rows
-from tests.benchmarks.gpu import copy_terabytes, milliseconds
+from tests.benchmarks.gpu import copy_terabytes, fla_with_flash_qla, milliseconds
 from tests.benchmarks.report import RESULTS, provenance, table
 
 TOKENS = (131072, 32768)
@@ -205,15 +203,12 @@ def compare(tokens: int, decay: str) -> dict[str, Times]:
     given = gates_made(inputs)
     want = flash_qla()(*given).detach()
     results = {}
-    with mock.patch.dict(os.environ, FLA_FLASH_QLA="0"):  # which megatron-core does not install
-        for name, function in {"megatron-core": host, "fla": fla_fused}.items():
-            check_same(name, function(*inputs).detach(), want)
-            results[name] = measure(function, inputs)
-    whole = {"FlashQLA": flash_qla(), "ours, CP 1": ours(tokens)}
-    for name, function in whole.items():
-        used = given if name == "FlashQLA" else inputs
-        check_same(name, function(*used).detach(), want)
-        results[name] = measure(function, used)
+    whole = {"megatron-core": host, "fla": fla_fused, "FlashQLA": flash_qla(), "ours, CP 1": ours(tokens)}
+    with fla_with_flash_qla(False):
+        for name, function in whole.items():
+            used = given if name == "FlashQLA" else inputs
+            check_same(name, function(*used).detach(), want)
+            results[name] = measure(function, used)
     del want
     results["FlashQLA, inter and intra"] = measure(flash_qla(inter_and_intra(tokens)), given)
     results["ours, chunkwise rank, contiguous"] = measure(ours(tokens, 1), inputs)

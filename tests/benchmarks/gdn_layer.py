@@ -14,10 +14,8 @@ with both fused; host 33 ms.
 Exit status 1 if a bound is missed, 2 if the two layers give different results.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 from tests.benchmarks import runs  # isort: split
 
@@ -39,6 +37,7 @@ from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.ops.norms import gated_rms_norm
 from megatron_gdn.rows import Rows
 from megatron_gdn.stream import StreamParams
+from tests.benchmarks.gpu import fla_with_flash_qla
 
 TOKENS, DOCUMENTS = 32_768, 16
 SIZE = "35b-a3b"
@@ -46,7 +45,7 @@ CP = 4
 TIMES_FASTER = 2.0
 TIMES_FLOOR = 1.5
 HOSTS = {"host": False, "host with flash-qla": True}
-"""Whether fla finds flash-qla, which megatron-core does not install, and gives it the rule."""
+"""Whether fla gives it the rule."""
 SAME = 3e-2
 """Relative error of two bf16 outputs whose gates are fp32 in one and bf16 in the other."""
 
@@ -108,7 +107,7 @@ def build_host(tiny: bool, groups, ours: torch.nn.Module) -> torch.nn.Module:
 
 def host_forward(host: torch.nn.Module, hidden: Tensor, params: PackedSeqParams | None, flash_qla: bool):
     """The host's output, its rule on FlashQLA or on fla's own kernels."""
-    with mock.patch.dict(os.environ, FLA_FLASH_QLA=str(int(flash_qla))):
+    with fla_with_flash_qla(flash_qla):
         return host(hidden, None, packed_seq_params=params)[0]
 
 
@@ -200,17 +199,15 @@ def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups
         ).params
         rows = params.plan.stream_rows
         plain, theirs = plain_layer(layer, rows), host_params(params) if documents > 1 else None
-        hosts = {
+        # The host's packed streams need GPU kernels.
+        hosts = {} if runs.RUNS_ON_CPU and documents > 1 else HOSTS
+        forwards = {
             name: (host, lambda theirs=theirs, on=on: host_forward(host, hidden, theirs, on))
-            for name, on in HOSTS.items()
-        }
-        forwards = hosts | {
+            for name, on in hosts.items()
+        } | {
             "ours, CP 1": (layer, lambda params=params: layer(hidden, packed_seq_params=params)[0]),
             "ours without CP code": (layer, lambda plain=plain: plain(hidden)),
         }
-        if runs.RUNS_ON_CPU and documents > 1:
-            for name in HOSTS:
-                del forwards[name]  # their packed streams need GPU kernels
         products, traffic = floor_parts(layer, tokens, ceilings)
         floor = products + runs.milliseconds(rule_alone(layer, rows)) + traffic
         outputs, times, counts = {}, {}, {}

@@ -1,10 +1,12 @@
 """Timing on a GPU: medians by CUDA events, what the chip reaches at best, peak memory."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,9 +27,9 @@ def milliseconds(function: Callable[[], object], repeats: int = 20, warm_up: int
     for _ in range(warm_up):
         function()
     torch.cuda.synchronize()
-    start = time.perf_counter()
+    began = time.perf_counter()
     function()
-    ahead = min(1.2 * repeats * (time.perf_counter() - start), LONGEST_AHEAD)
+    ahead = min(1.2 * repeats * (time.perf_counter() - began), LONGEST_AHEAD)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(int(ahead * CYCLES))
     for start, end in events:
@@ -36,6 +38,11 @@ def milliseconds(function: Callable[[], object], repeats: int = 20, warm_up: int
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def fla_with_flash_qla(there: bool) -> AbstractContextManager:
+    """Let fla give the rule to flash-qla or run its own kernels; megatron-core installs no flash-qla."""
+    return mock.patch.dict(os.environ, FLA_FLASH_QLA=str(int(there)))
 
 
 def peak_gib(function: Callable[[], object]) -> float:

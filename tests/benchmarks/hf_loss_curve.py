@@ -10,26 +10,25 @@ Exit status 1 if a bound is missed, by the noise floor too: its deviation is cha
 """
 
 import argparse
-import functools
 import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import numpy
 
 from megatron_gdn import cpu
-from megatron_gdn.training_log import LOG_NAME, read_log
+from tests.benchmarks import training_runs
 from tests.benchmarks.report import RESULTS, commit, provenance, table
 from tests.benchmarks.training_runs import (
-    launch,
+    PACKED,
+    check_digest,
     lengthen_memory,
     make_data,
-    nudge,
-    save_changed,
+    save_nudged,
     spec,
+    start_of,
     start_switches,
 )
 
@@ -94,20 +93,6 @@ def make_model(folder: Path) -> None:
     print(to_megatron.convert(folder / "hf", folder / "megatron", workers=1))
 
 
-def start_of(dtype: str, coin: int, work: Path) -> Path:
-    """The checkpoint that a run loads."""
-    return work / (f"coin-{coin}-{dtype}" if coin else "megatron")
-
-
-def save_floor(prefix: str, work: Path) -> None:
-    """Save what the runs of the noise floor start from."""
-    flags = FLAGS | {"from-hf": work / "hf", "data-path": prefix, "spec": spec("headwise")}
-    for dtype in BOUNDS:
-        for coin in {coin for _, _, coin in RUNS.values() if coin}:
-            edit = functools.partial(nudge, coin=coin)
-            save_changed(flags, work / "megatron", start_of(dtype, coin, work), dtype, edit)
-
-
 def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> dict:
     """One run: its losses, the digest of the weights it began with, its seconds and the commit."""
     mode, cp, coin = RUNS[name]
@@ -115,29 +100,24 @@ def train(name: str, dtype: str, iterations: int, prefix: str, work: Path) -> di
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     flags = FLAGS | {
         "from-hf": work / "hf",  # sizes; the weights are those converted
-        "load": start_of(dtype, coin, work),
-        "tensorboard-dir": folder,
+        "load": start_of(work / "megatron", dtype, coin),
         "data-path": prefix,
         "spec": spec(mode),
         "train-iters": iterations,
         "lr-decay-iters": iterations,
         "lr-warmup-iters": min(FLAGS["lr-warmup-iters"], iterations // 10),
     }
-    start = time.monotonic()
-    packed = ["--dataloader-inter-document-masking", "--eod-mask-loss"]
-    digest = launch(flags, start_switches(dtype) + packed, cp, folder, timeout=TIMEOUT)
-    losses = [record["lm loss"] for record in read_log(str(folder / LOG_NAME))]
-    if len(losses) != iterations:
-        raise RuntimeError(f"{dtype}, {name}: logged {len(losses)} iterations; see {folder}")
-    return {"losses": losses, "digest": digest, "seconds": time.monotonic() - start, "commit": commit()}
+    switches = start_switches(dtype) + PACKED
+    records, digest, seconds = training_runs.train(flags, switches, cp, folder, TIMEOUT)
+    losses = [record["lm loss"] for record in records]
+    return {"losses": losses, "digest": digest, "seconds": seconds, "commit": commit()}
 
 
 def check_digests(dtype: str, by_name: dict[str, dict]) -> None:
     """Every run started from the reference's weights, and the noise floor did not."""
     reference = next(iter(by_name.values()))["digest"]
     for name, run in by_name.items():
-        if (run["digest"] == reference) == bool(RUNS[name][2]):
-            raise RuntimeError(f"{dtype}, {name}: loaded the wrong weights")
+        check_digest(f"{dtype}, {name}", run["digest"], reference, RUNS[name][2])
 
 
 def commit_of(runs: dict[str, dict[str, dict]]) -> str:
@@ -262,7 +242,10 @@ def main() -> int:
             parser.error(f"--work {work} exists but was not prepared to the end; remove it or name another")
         work.mkdir()
         make_model(work)
-        save_floor(data := make_data(work), work)
+        data = make_data(work)
+        flags = FLAGS | {"from-hf": work / "hf", "data-path": data, "spec": spec("headwise")}
+        coins = {coin for _, _, coin in RUNS.values() if coin}
+        save_nudged(flags, work / "megatron", BOUNDS, coins)
         ready.write_text(json.dumps(data))
     prefix = json.loads(ready.read_text())
     runs: dict[str, dict[str, dict]] = {}

@@ -10,7 +10,6 @@ weights that were loaded must be the same in all of them. Exit status 1 if a bou
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import os
 import shutil
@@ -23,17 +22,20 @@ from pathlib import Path
 import torch
 
 from megatron_gdn import cpu
-from megatron_gdn.training_log import LOG_NAME, read_log
+from tests.benchmarks import training_runs
 from tests.benchmarks.report import RESULTS, provenance, table
 from tests.benchmarks.training_runs import (
     FLAGS,
+    PACKED,
     STAY,
+    check_digest,
     launch,
     lengthen_memory,
     make_data,
-    nudge,
     save_changed,
+    save_nudged,
     spec,
+    start_of,
     start_switches,
 )
 
@@ -147,54 +149,38 @@ def parity_table(runs: dict[Case, Run]) -> str:
     return table([*head, f"grad norm, {long} it.", ""], rows)
 
 
-def save_checkpoints(prefix: str, folder: Path) -> dict[tuple[str, int], Path]:
-    """One initial checkpoint for all (coin 0), and for each dtype and coin one with other last bits.
-
-    The keys are (dtype, coin).
-    """
+def save_checkpoints(prefix: str, folder: Path) -> Path:
+    """One initial checkpoint for all, and beside it those of the noise floor; the first is returned."""
     flags = {"data-path": prefix, "spec": spec("headwise")}
     switches = ["--no-save-optim", "--no-save-rng"]
     launch(flags | STAY | {"save": folder / "random"}, switches, 1, folder / "save-random")
     initial = folder / "initial"
     save_changed(flags, folder / "random", initial, "fp32", lengthen_memory)
-    checkpoints = {}
-    for dtype in ITERATIONS:
-        checkpoints[dtype, 0] = initial
-        for coin in COINS:
-            checkpoints[dtype, coin] = folder / f"coin-{coin}-{dtype}"
-            edit = functools.partial(nudge, coin=coin)
-            save_changed(flags, initial, checkpoints[dtype, coin], dtype, edit)
-    return checkpoints
+    save_nudged(flags, initial, ITERATIONS, COINS)
+    return initial
 
 
-def train(case: Case, prefix: str, checkpoint: Path, folder: Path) -> Run:
+def train(case: Case, prefix: str, initial: Path, folder: Path) -> Run:
     """Run one case."""
     flags = {
         "data-path": prefix,
-        "load": checkpoint,
-        "tensorboard-dir": folder,
+        "load": start_of(initial, case.dtype, case.coin),
         "spec": spec(case.mode),
         "cp-layout": case.layout,
         "cp-comm-type": case.comm,
         "train-iters": ITERATIONS[case.dtype],
         **SCHEDULE,
     }
-    switches = start_switches(case.dtype)
-    switches += ["--dataloader-inter-document-masking", "--eod-mask-loss"] if case.packed else []
-    start = time.monotonic()
-    loaded = launch(flags, switches, case.cp, folder)
-    records = read_log(str(folder / LOG_NAME))
+    switches = start_switches(case.dtype) + (PACKED if case.packed else [])
+    records, digest, seconds = training_runs.train(flags, switches, case.cp, folder)
     losses, norms = ([record[name] for record in records] for name in ("lm loss", "grad norm"))
-    if len(records) != ITERATIONS[case.dtype]:
-        raise RuntimeError(f"{case}: logged {len(records)} iterations; see {folder}")
-    return Run(losses, norms, loaded, time.monotonic() - start)
+    return Run(losses, norms, digest, seconds)
 
 
 def check_digests(runs: dict[Case, Run]) -> None:
     """Every run started from the reference's weights, and the noise floor did not."""
     for case, run in runs.items():
-        if (run.digest == runs[case.reference].digest) == bool(case.coin):
-            raise RuntimeError(f"{case}: loaded the wrong weights")
+        check_digest(case, run.digest, runs[case.reference].digest, case.coin)
 
 
 def summary(runs: dict[Case, Run], source: list[str], seconds: float) -> str:
@@ -244,11 +230,11 @@ def main() -> int:
     print(f"data and what the runs print: {work}", flush=True)
     start, source = time.monotonic(), provenance("python -m tests.benchmarks.parity")
     prefix = make_data(work)
-    checkpoints = save_checkpoints(prefix, work)
+    initial = save_checkpoints(prefix, work)
     runs: dict[Case, Run] = {}
     for number, case in enumerate(cases, 1):
         folder = work / str(case).replace(", ", "_").replace(" ", "-")
-        runs[case] = train(case, prefix, checkpoints[case.dtype, case.coin], folder)
+        runs[case] = train(case, prefix, initial, folder)
         worst = differences(runs[case], runs[case.reference])
         shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
         print(f"[{number}/{len(cases)}] {case}: {shown} ({runs[case].seconds:.0f} s)", flush=True)

@@ -4,17 +4,20 @@ Ranks are forked from this process, which has imported everything once.
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import math
 import sysconfig
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from megatron_gdn.training_log import LOG_NAME, read_log
 from tests.helpers.distributed import run_ranks
 from tests.helpers.pretrain import train_rank as run_script
 from tests.helpers.pretrain import words
@@ -49,6 +52,8 @@ STAY = {
 TIMEOUT = 900
 """Seconds for one run."""
 
+PACKED = ["--dataloader-inter-document-masking", "--eod-mask-loss"]
+"""Documents are kept apart."""
 Edit = Callable[[Iterable[nn.Module]], None]
 """Changes the weights of a model's chunks in place."""
 
@@ -175,3 +180,35 @@ def save_changed(flags: dict, source: Path, to: Path, dtype: str, edit: Edit) ->
 def start_switches(dtype: str) -> list[str]:
     """Take the weights of a checkpoint, and nothing else of it."""
     return ["--finetune", "--exit-on-missing-checkpoint", *(["--bf16"] if dtype == "bf16" else [])]
+
+
+def save_nudged(flags: dict, source: Path, dtypes: Iterable[str], coins: Iterable[int]) -> None:
+    """Save what the noise floor starts from: for each dtype and coin, `source` with other last bits.
+
+    Beside `source`, where `start_of` finds them.
+    """
+    for dtype, coin in itertools.product(dtypes, coins):
+        save_changed(flags, source, start_of(source, dtype, coin), dtype, functools.partial(nudge, coin=coin))
+
+
+def start_of(source: Path, dtype: str, coin: int) -> Path:
+    """The checkpoint that a run loads: `source`, or of the noise floor if the coin is not 0."""
+    return source.with_name(f"coin-{coin}-{dtype}") if coin else source
+
+
+def train(
+    flags: dict, switches: list[str], cp: int, folder: Path, timeout: float = TIMEOUT
+) -> tuple[list[dict], str, float]:
+    """As `launch`; what every iteration logged, the digest, and the seconds."""
+    start = time.monotonic()
+    digest = launch(flags | {"tensorboard-dir": folder}, switches, cp, folder, timeout=timeout)
+    records = read_log(str(folder / LOG_NAME))
+    if len(records) != flags["train-iters"]:
+        raise RuntimeError(f"logged {len(records)} iterations; see {folder}")
+    return records, digest, time.monotonic() - start
+
+
+def check_digest(name: object, digest: str, reference: str, coin: int) -> None:
+    """A run must start from the reference's weights, one of the noise floor from others."""
+    if (digest == reference) == bool(coin):
+        raise RuntimeError(f"{name}: loaded the wrong weights")

@@ -8,16 +8,14 @@ other. Exit status 1 if one of them failed or took too long.
 """
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from tests.benchmarks.run_gpu import environment
+from tests.benchmarks.run_gpu import environment, run
 
 SHARES = (1, 2, 4, 8)
 """Ranks among which headwise deals out the heads."""
@@ -67,21 +65,16 @@ def main(argv: Sequence[str] = ()) -> int:
         "TRITON_CACHE_AUTOTUNING": "0",
         "FLA_CACHE_RESULTS": "0",
     }
-    command, end = [sys.executable, "-m", "tests.benchmarks.warm_kernels"], time.monotonic() + SECONDS
-    started = {
-        name: subprocess.Popen([*command, name], env=kept | more, start_new_session=True)
-        for name, more in jobs().items()
-    }
+    command = [sys.executable, "-m", "tests.benchmarks.warm_kernels"]
+    with ThreadPoolExecutor(len(jobs())) as pool:
+        ends = {
+            name: pool.submit(run, [*command, name], SECONDS, kept | more) for name, more in jobs().items()
+        }
     failed = 0
-    for name, process in started.items():
-        try:
-            status = process.wait(max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
-            process.wait()
-            status = "out of time"
+    for name, end in ends.items():
+        status = end.result()
         failed += status != 0
-        print(f"{name}: {status or 'compiled'}", flush=True)
+        print(f"{name}: {'out of time' if status is None else status or 'compiled'}", flush=True)
     return int(failed > 0)
 
 
