@@ -1,14 +1,16 @@
 """How fast is the gated delta rule on a GPU, with and without context parallelism, beside its rivals?
 
-python -m tests.benchmarks.gated_delta_rule      from the root of the repository, on a GPU with
-`pip install '.[gpu]'`; writes results/gated_delta_rule.md
+python -m tests.benchmarks.gated_delta_rule    on a GPU with `pip install '.[gpu]'`, from the root of the
+repository; writes results/gated_delta_rule.md
 
 Exit status 1 if a result differs from FlashQLA's, or a ratio is over its limit.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from tests.benchmarks import runs  # isort: split
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +18,13 @@ from torch import Tensor
 
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
 from megatron_gdn.rows import Rows
-from tests.benchmarks.gpu import copy_terabytes, fla_with_flash_qla, milliseconds
-from tests.benchmarks.report import RESULTS, provenance, table
+from tests.benchmarks.gpu import fla_with_flash_qla, milliseconds
 
 TOKENS = (131072, 32768)
 KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 """Qwen3.5-35B-A3B at tensor parallel size 1."""
 CP = 4
 """Of the chunkwise rank: so many ranks' summaries are scanned, all but its own given."""
-GPU = torch.device("cuda", 0)
 DECAYS = {
     "forgets": "as initialised: A_log = log(1..16), dt_bias 1, a state lasts for a token or two",
     "lasts": "A_log and dt_bias such that heads keep their state for 10 to 100,000 tokens",
@@ -42,13 +42,16 @@ LIMITS = {
 def make_inputs(tokens: int, decay: str, share: int = 1) -> list[Tensor]:
     """q, k, v, a, b, A_log, dt_bias, as a layer makes them; `share`: ranks among which heads are dealt."""
     h, H = KEY_HEADS // share, VALUE_HEADS // share
-    q, k, v = (torch.randn(1, tokens, n, DIM, device=GPU, dtype=torch.bfloat16) for n in (h, h, H))
-    a, b = (torch.randn(1, tokens, H, device=GPU, dtype=torch.bfloat16) for _ in range(2))
+    q, k, v = (torch.randn(1, tokens, n, DIM, device=runs.DEVICE, dtype=torch.bfloat16) for n in (h, h, H))
+    a, b = (torch.randn(1, tokens, H, device=runs.DEVICE, dtype=torch.bfloat16) for _ in range(2))
     if decay == "forgets":
-        A_log, dt_bias = torch.linspace(1, 16, H, device=GPU).log(), torch.ones(H, device=GPU)
+        A_log, dt_bias = torch.linspace(1, 16, H, device=runs.DEVICE).log(), torch.ones(H, device=runs.DEVICE)
     else:
         # softplus(a - 3) is about 0.08 for a around 0
-        A_log, dt_bias = torch.linspace(-9, 0, H, device=GPU), torch.full((H,), -3.0, device=GPU)
+        A_log, dt_bias = (
+            torch.linspace(-9, 0, H, device=runs.DEVICE),
+            torch.full((H,), -3.0, device=runs.DEVICE),
+        )
     return [x.requires_grad_() for x in (q, k, v, a, b, A_log, dt_bias)]
 
 
@@ -88,13 +91,20 @@ def fla_fused(q, k, v, a, b, A_log, dt_bias) -> Tensor:
     )[0]
 
 
-def flash_qla(context=None) -> Callable[..., Tensor]:
-    """FlashQLA itself, gates given: less work than all others here do."""
+def flash_qla(context=None, own_norm: bool = False) -> Callable[..., Tensor]:
+    """FlashQLA itself, gates given: less work than all others here do.
+
+    `own_norm`: of queries and keys, compiled by torch; else fla's, which is the faster.
+    """
 
     def run(q, k, v, g, beta) -> Tensor:
+        from fla.modules.l2norm import l2norm
         from flash_qla import chunk_gated_delta_rule
 
-        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
+        if not own_norm:
+            q, k = l2norm(q), l2norm(k)
+        options = {"use_qk_l2norm_in_kernel": own_norm, "cp_context": context}
+        return chunk_gated_delta_rule(q, k, v, g, beta, **options)[0]
 
     return run
 
@@ -104,7 +114,7 @@ def inter_and_intra(tokens: int):
     from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
 
     return build_cp_context(
-        torch.tensor([0, tokens], device=GPU, dtype=torch.int32),
+        torch.tensor([0, tokens], device=runs.DEVICE, dtype=torch.int32),
         enable_inter=True,
         enable_intra=True,
         group=torch.distributed.group.WORLD,
@@ -119,7 +129,7 @@ class OtherRanks:
 
     def __init__(self, mine: tuple[int, ...], spans: int):
         self._mine, self._spans = mine, spans
-        self._given = torch.randn(1, VALUE_HEADS, DIM, 2 * DIM, device=GPU) / DIM
+        self._given = torch.randn(1, VALUE_HEADS, DIM, 2 * DIM, device=runs.DEVICE) / DIM
 
     def __call__(self, summaries: Tensor, reverse: bool = False) -> Tensor:
         own = dict(zip(self._mine, summaries.split(1), strict=True))
@@ -134,12 +144,12 @@ class OtherRanks:
 def ours(tokens: int, spans_per_rank: int | None = None) -> Callable[..., Tensor]:
     """Our door on the whole stream, or on the spans of one chunkwise rank in a document of CP * tokens."""
     if spans_per_rank is None:
-        rows, exchange = Rows.from_ranges((0, tokens), ((0, tokens),), 1, GPU), None
+        rows, exchange = Rows.from_ranges((0, tokens), ((0, tokens),), 1, runs.DEVICE), None
     else:
         length, spans = tokens // spans_per_rank, CP * spans_per_rank
         mine = (1,) if spans_per_rank == 1 else (1, spans - 2)
         ranges = tuple((span * length, (span + 1) * length) for span in mine)
-        rows = Rows.from_ranges((0, CP * tokens), ranges, 1, GPU)
+        rows = Rows.from_ranges((0, CP * tokens), ranges, 1, runs.DEVICE)
         exchange = OtherRanks(mine, spans)
 
     def run(q, k, v, a, b, A_log, dt_bias) -> Tensor:
@@ -203,10 +213,16 @@ def compare(tokens: int, decay: str) -> dict[str, Times]:
     given = gates_made(inputs)
     want = flash_qla()(*given).detach()
     results = {}
-    whole = {"megatron-core": host, "fla": fla_fused, "FlashQLA": flash_qla(), "ours, CP 1": ours(tokens)}
+    whole = {
+        "megatron-core": host,
+        "fla": fla_fused,
+        "FlashQLA with its own l2norm": flash_qla(own_norm=True),
+        "FlashQLA": flash_qla(),
+        "ours, CP 1": ours(tokens),
+    }
     with fla_with_flash_qla(False):
         for name, function in whole.items():
-            used = given if name == "FlashQLA" else inputs
+            used = given if name.startswith("FlashQLA") else inputs
             check_same(name, function(*used).detach(), want)
             results[name] = measure(function, used)
     del want
@@ -228,51 +244,70 @@ def floor(tokens: int, rate: float) -> float:
     return tokens * (forward + backward) / rate
 
 
-def main() -> int:
-    """Measure, print and write the tables."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def rows_of(results: dict[str, Times], tokens: int, rate: float) -> list[list[str]]:
+    """The table's rows; `rate`: bytes per millisecond."""
+    rows = []
+    for name, times in results.items():
+        than, limit = LIMITS.get(name, ("FlashQLA", None))
+        of_it = f"{times.both / results[than].both:.2f} of {than}" + (f" (limit {limit:g})" if limit else "")
+        shortest = "" if "heads" in name else f"{floor(tokens, rate):.2f}"
+        rows.append(
+            [name, f"{times.forward:.2f}", f"{times.both:.2f}", of_it, f"{times.peak:,.0f}", shortest]
+        )
+    return rows
+
+
+def missed_limits(results: dict[str, Times], where: str) -> list[str]:
+    """Which limits are not kept, in words."""
+    missed = []
+    for name, (than, limit) in LIMITS.items():
+        ratio = results[name].both / results[than].both
+        if ratio > limit:
+            missed.append(f"{name}, {where}: {ratio:.2f} of {than}, limit {limit}")
+    return missed
+
+
+def gather_stacked() -> None:
+    """FlashQLA gathers into a stacked tensor, which gloo does not take."""
     gather = torch.distributed.all_gather_into_tensor
-    # FlashQLA gathers into a stacked tensor, which gloo does not take.
     torch.distributed.all_gather_into_tensor = lambda out, x, **kw: gather(
         out.view(-1, *x.shape[1:]), x, **kw
     )
-    rate = copy_terabytes() * 1e9  # bytes per millisecond
-    text = [
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write the tables."""
+    arguments = runs.read_arguments(__doc__, argv, tiny=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    gather_stacked()
+    ceilings = runs.Ceilings.measure()
+    report = runs.LiveReport(
+        arguments.results,
+        "gated_delta_rule",
         "# The gated delta rule on a GPU",
         "",
         f"Forward and backward with raw gates, l2norm and rule, bf16, {KEY_HEADS} key, {VALUE_HEADS} value "
-        f"heads of {DIM}; medians by CUDA events. FlashQLA is given its gates. A chunkwise rank holds its "
-        f"tokens in a document of {CP} times as many, and scans the summaries of {CP} ranks, those of "
-        "the others given. Headwise shares see the whole stream with heads / CP. Floor: "
-        "every input and gradient read once, every output written once, at the rate of a device copy "
-        f"({rate / 1e9:.2f} TB/s here).",
+        f"heads of {DIM}; medians by CUDA events, launches hidden behind other work. FlashQLA is given its "
+        f"gates. A chunkwise rank holds its tokens in a document of {CP} times as many, and scans the "
+        f"summaries of {CP} ranks, those of the others given. Headwise shares see the whole stream with "
+        "heads / CP. Floor: every input and gradient read once, every output written once, at the rate of a "
+        "device copy.",
         "",
         *(f"- {name}: {what}" for name, what in DECAYS.items()),
         "",
-        *provenance(
-            "python -m tests.benchmarks.gated_delta_rule", "triton", "flash-qla", "tilelang", "fla-core"
-        ),
-        f"- {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
-    ]
+        ceilings.text(),
+    )
     missed = []
     for tokens in TOKENS:
         for decay in DECAYS:
+            where = f"{tokens:,} tokens, {decay}"
             results = compare(tokens, decay)
             torch.cuda.empty_cache()
-            rows = []
-            for name, times in results.items():
-                than, limit = LIMITS.get(name, ("FlashQLA", None))
-                ratio = times.both / results[than].both
-                if limit and ratio > limit:
-                    missed.append(f"{name}, {tokens} tokens, {decay}: {ratio:.2f} of {than}, limit {limit}")
-                of_it = f"{ratio:.2f} of {than}" + (f" (limit {limit:g})" if limit else "")
-                figures = [f"{times.forward:.2f}", f"{times.both:.2f}", of_it, f"{times.peak:,.0f}"]
-                rows.append([name, *figures, f"{floor(tokens, rate):.2f}" if "/" not in name else ""])
-            head = ["path", "fwd, ms", "fwd+bwd, ms", "fwd+bwd is", "peak, MiB", "floor, ms"]
-            text += ["", f"## {tokens:,} tokens, {decay}", "", table(head, rows).rstrip()]
-            print("\n".join(text[-2:]), flush=True)
-            (RESULTS / "gated_delta_rule.md").write_text("\n".join(text) + "\n")
-    print("\n".join(text[:14] + ["", *(missed or ["every limit is kept"])]))
+            report.table(where, ["path", "fwd, ms", "fwd+bwd, ms", "fwd+bwd is", "peak, MiB", "floor, ms"])
+            for row in rows_of(results, tokens, ceilings.terabytes * 1e9):
+                report.row(*row)
+            missed += missed_limits(results, where)
+    report.text(*(f"- {line}" for line in missed or ["every limit is kept"]))
     return int(bool(missed))
 
 

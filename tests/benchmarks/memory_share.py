@@ -24,7 +24,6 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import layer_specs
-from tests.benchmarks import gdn_layer
 
 TOKENS = 131_072
 CP_SIZES = (1, 2, 4, 8)
@@ -42,7 +41,7 @@ def share(name: str, tiny: bool, cp: int) -> tuple[float, float]:
     """GiB of one rank: at the peak of forward and backward beyond weights and input, and kept in between."""
     mode, place, cp_comm_type = LAYERS[name]
     heads = {"linear_num_key_heads": 8, "linear_num_value_heads": 8} if tiny else {}  # shared out over 8
-    cfg = gdn_layer.config(tiny, num_layers=4, context_parallel_size=cp, cp_comm_type=cp_comm_type, **heads)
+    cfg = runs.model_config(tiny, num_layers=4, context_parallel_size=cp, cp_comm_type=cp_comm_type, **heads)
     with runs.one_rank(cp=cp, rank=cp - 1) as groups:
         spec = getattr(layer_specs, f"get_qwen35_{mode}_cp_spec")(cfg).layer_specs[place].submodules
         layer = build_module(

@@ -18,23 +18,42 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_gdn import cpu
+from megatron_gdn.config import Qwen35Config
 from tests.benchmarks import gpu, report
 from tests.helpers.distributed import make_groups
 
 RUNS_ON_CPU = cpu.enable()
+SIZE = "35b-a3b"
 DEVICE = torch.device("cpu") if RUNS_ON_CPU else torch.device("cuda", 0)
 PACKAGES = ("triton", "flash-qla", "tilelang", "fla-core", "nvidia-cudnn-frontend")
 
 
-def read_arguments(text: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """`tiny` and `results` of a benchmark's command line."""
+def read_arguments(text: str, argv: Sequence[str] | None, tiny: bool = True) -> argparse.Namespace:
+    """`tiny`, where a benchmark has it, and `results` of its command line."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run; figures mean nothing")
+    if tiny:
+        what = "sizes that a CPU can run; figures mean nothing"
+        parser.add_argument("--tiny", action="store_true", help=what)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     arguments = parser.parse_args(argv)
-    if RUNS_ON_CPU and not arguments.tiny:
-        parser.error("a GPU is needed but for --tiny")
+    if RUNS_ON_CPU and not (tiny and arguments.tiny):
+        parser.error("a GPU is needed" + (" but for --tiny" if tiny else ""))
     return arguments
+
+
+def model_config(tiny: bool, **overrides) -> Qwen35Config:
+    """As `pretrain_qwen35.py` configures the model."""
+    return Qwen35Config.from_size(
+        "debug" if tiny else SIZE,
+        **{
+            "params_dtype": torch.bfloat16,
+            "bf16": True,
+            "transformer_impl": "local",
+            "cp_comm_type": "p2p",
+            "gradient_accumulation_fusion": False,
+        }
+        | overrides,
+    )
 
 
 @contextmanager

@@ -33,30 +33,23 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_gdn.config import SIZES, Qwen35Config, count_parameters
 from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
 from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
-from tests.benchmarks import gdn_layer
+from tests.benchmarks import host_model
 from tests.helpers.distributed import run_ranks
 
 LAYERS, DOCUMENTS, DOCUMENT = 8, 8, 4096
 EXPERTS = {"without optimizer": 256, "with optimizer": 128}
 TIMES_FASTER = 3.0
 TFLOPS = 300.0
+SECONDS = 240
+"""For one model, its kernels' compilation included."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +71,11 @@ class Case:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return SIZES["debug" if self.tiny else gdn_layer.SIZE].vocab_size
+        return SIZES["debug" if self.tiny else runs.SIZE].vocab_size
 
     def config(self) -> Qwen35Config:
         """As `pretrain_qwen35.py` configures the model."""
-        make = gdn_layer.host_config if self.host else gdn_layer.config
+        make = host_model.config if self.host else runs.model_config
         # The host's fused softmax is part of apex.
         unfused = {"masked_softmax_fusion": False} if self.host else {}
         return make(
@@ -94,42 +87,14 @@ class Case:
         )
 
 
-def host_block(config: Qwen35Config) -> TransformerBlockSubmodules:
-    """The same block of the host's own parts, none of TransformerEngine."""
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=WrappedTorchNorm,
-            k_layernorm=WrappedTorchNorm,
-        ),
-    )
-    moe = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=config.num_moe_experts)
-    layers = []
-    for layer in get_qwen35_chunkwise_cp_spec(config).layer_specs:
-        linear = layer.submodules.self_attention.metainfo["input_linear"] == "in_proj"
-        parts = replace(
-            layer.submodules,
-            input_layernorm=WrappedTorchNorm,
-            self_attention=gdn_layer.host_gdn_spec() if linear else attention,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=moe,
-        )
-        layers.append(replace(layer, submodules=parts))
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
-
-
 def build(case: Case, groups) -> DistributedDataParallel:
     """The model in the host's gradient buffers, as the host's `get_model` wraps it."""
     config, length = case.config(), sum(case.lengths)
     if case.host:
-        gdn_layer.let_host_run_here()
+        host_model.run_here()
         model = GPTModel(
             config,
-            host_block(config),
+            host_model.block(config),
             case.vocab_size,
             length,
             position_embedding_type="rope",
@@ -235,15 +200,29 @@ class Result:
         return model_flops(self.case) / (self.milliseconds + self.optimizer_milliseconds) / 1e9
 
 
-def measure(case: Case, groups) -> Result:
-    """Build and time one case; out of memory is the caller's concern."""
+def measure(case: Case, groups) -> Result | None:
+    """Build a model and time it on as many documents as fit in memory; None if not even one does."""
     torch.manual_seed(1)
-    model = build(case, groups)
+    try:
+        model = build(case, groups)
+        optimizer = make_optimizer(case, model, groups) if case.optimizer else None
+    except torch.cuda.OutOfMemoryError:
+        return None
+    while case.documents:
+        try:
+            return time_steps(case, model, optimizer, groups)
+        except torch.cuda.OutOfMemoryError:
+            print(f"out of memory with {case.documents} documents: {case}", flush=True)
+        runs.empty_cache()
+        case = replace(case, documents=case.documents // 2)
+    return None
+
+
+def time_steps(case: Case, model: DistributedDataParallel, optimizer, groups) -> Result:
+    """Time steps on one number of documents; out of memory is the caller's concern."""
     run = forward_backward(case, model, groups)
-    loss = float(run())
-    optimizer_ms, optimizer = 0.0, None
-    if case.optimizer:
-        optimizer = make_optimizer(case, model, groups)
+    loss, optimizer_ms = float(run()), 0.0
+    if optimizer:
         optimizer_ms = runs.milliseconds(optimizer.step, repeats=3, warm_up=1)
     step_ms = runs.milliseconds(run, repeats=5, warm_up=1)
     peak = float("nan")
@@ -257,33 +236,33 @@ def measure(case: Case, groups) -> Result:
     return Result(case, step_ms, optimizer_ms, peak, loss)
 
 
+def count(case: Case, groups) -> dict[int, runs.Counts]:
+    """What one forward and backward launches, copies and waits for, by number of layers."""
+    counts = {}
+    for layers in (LAYERS, 4):  # the host's record of auxiliary losses is as long as the first model
+        sized = replace(case, layers=layers)
+        seen = runs.count(forward_backward(sized, build(sized, groups), groups))
+        if runs.RUNS_ON_CPU:
+            # There torch's grouped product reads where each expert ends, 2 forward and 4 backward a layer.
+            seen = seen._replace(syncs=seen.syncs - 6 * case.config().num_moe_experts * layers)
+        counts[layers] = seen
+    return counts
+
+
 def in_a_process(function: Callable[[Case, Any], Any], case: Case) -> Any:
-    """What `function` gives for a case and groups, None if memory runs out.
+    """What `function` gives for a case and groups.
 
     In a process of its own: the host's gradient hooks hold the model in a circle that Python's garbage
     collector cannot see, so that its memory comes back with the process only.
     """
     start = "fork" if runs.RUNS_ON_CPU else "spawn"
-    return run_ranks(_only_rank, 1, function, case, start=start, timeout=120)[0]
+    return run_ranks(_only_rank, 1, function, case, start=start, timeout=SECONDS)[0]
 
 
 def _only_rank(rank: int, world_size: int, function: Callable[[Case, Any], Any], case: Case) -> Any:
     torch.distributed.destroy_process_group()
     with runs.one_rank() as groups:
-        try:
-            return function(case, groups)
-        except torch.cuda.OutOfMemoryError:
-            return None
-
-
-def largest_that_fits(case: Case) -> Result | None:
-    """Measure with as many documents as fit in memory; None if not even one does."""
-    while case.documents:
-        if result := in_a_process(measure, case):
-            return result
-        print(f"out of memory with {case.documents} documents: {case}", flush=True)
-        case = replace(case, documents=case.documents // 2)
-    return None
+        return function(case, groups)
 
 
 def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings) -> list[str]:
@@ -295,7 +274,7 @@ def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings) -> list
         rates = {}
         for name in ("ours", "host"):
             case = Case(tiny, name == "host", experts, optimizer=title == "with optimizer")
-            result = largest_that_fits(case)
+            result = in_a_process(measure, case)
             if result is None:
                 report.row(name, "does not fit", *[""] * 6)
                 continue
@@ -317,27 +296,14 @@ def tables(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings) -> list
     return missed
 
 
-def count(case: Case, groups) -> runs.Counts:
-    """What one forward and backward launches, copies and waits for."""
-    return runs.count(forward_backward(case, build(case, groups), groups))
-
-
 def sync_table(report: runs.LiveReport, tiny: bool) -> list[str]:
     """Host syncs of our forward and backward, cutting of the microbatch included, by number of layers."""
     report.table("Ours by number of layers", ["layers", "launches", "copies", "syncs with the host"])
-    syncs = []
-    for layers in (4, LAYERS):
-        case = Case(tiny, False, min(EXPERTS.values()), optimizer=False, layers=layers)
-        seen = in_a_process(count, case)
-        if seen is None:
-            report.row(layers, "does not fit", "", "")
-            return [f"{layers} layers do not fit: syncs not counted"]
-        if runs.RUNS_ON_CPU:
-            # There torch's grouped product reads where each expert ends, 2 forward and 4 backward a layer.
-            seen = seen._replace(syncs=seen.syncs - 6 * case.config().num_moe_experts * layers)
+    counts = in_a_process(count, Case(tiny, False, min(EXPERTS.values()), optimizer=False))
+    for layers, seen in sorted(counts.items()):
         report.row(layers, *seen)
-        syncs.append(seen.syncs)
-    return [f"{syncs[0]} syncs with 4 layers, {syncs[1]} with {LAYERS}"] if syncs[1] > syncs[0] else []
+    few, many = counts[4].syncs, counts[LAYERS].syncs
+    return [f"{few} syncs with 4 layers, {many} with {LAYERS}"] if many > few else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:

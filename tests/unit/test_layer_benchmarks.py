@@ -6,7 +6,15 @@ import sys
 import pytest
 import torch
 
-from tests.benchmarks import gdn_layer, memory_share, run_gpu, runs, warm_kernels
+from tests.benchmarks import (
+    attention,
+    gdn_layer,
+    linear_cross_entropy,
+    memory_share,
+    run_gpu,
+    runs,
+    warm_kernels,
+)
 from tests.benchmarks import slice as model_slice
 from tests.helpers.distributed import run_ranks
 
@@ -22,21 +30,32 @@ def in_a_process(main, folder) -> int:
 
 
 @pytest.mark.skipif(not runs.RUNS_ON_CPU, reason="with a GPU run the benchmarks themselves")
-@pytest.mark.parametrize("module", [memory_share, model_slice, gdn_layer], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [attention, gdn_layer, linear_cross_entropy, memory_share, model_slice],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
 def test_tables_are_written(module, tmp_path):
     """Every table is there with all its rows; memory's bound holds on a CPU too, times' need not."""
     name = module.__name__.rpartition(".")[2]
     status = in_a_process(module.main, tmp_path)
     text = (tmp_path / f"{name}.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    heads = {"gdn_layer": 2, "memory_share": 1, "slice": 3}[name]
-    figures = {"gdn_layer": 8 + 2, "memory_share": 8, "slice": 2 * 2 + 2}[name]
+    heads = {"gdn_layer": 2, "slice": 3}.get(name, 1)
+    figures = {
+        "attention": len(attention.CASES),
+        "gdn_layer": 8 + 2,
+        "linear_cross_entropy": 4,
+        "memory_share": 8,
+        "slice": 2 * 2 + 2,
+    }[name]
     assert len(rows) == heads + figures, text
     if name == "memory_share":
         assert status == 0, text
     else:  # what does not depend on time
         assert "without CP code" not in text.rpartition("\n\n")[2], text
         assert "syncs with 4 layers" not in text, text
+        assert "differ" not in text.rpartition("\n\n")[2], text
 
 
 def test_counts_by_name():
