@@ -1,33 +1,32 @@
 """How fast are convolution, l2norm, gates and norms, beside flash-linear-attention's kernels and plain torch?
 
-python -m tests.benchmarks.conv_norms           on a GPU, from the root of the repository
-python -m tests.benchmarks.conv_norms --sizes   tries tiles of the convolution's kernels, writes nothing
+python -m tests.benchmarks.conv_norms    on a GPU, from the root of the repository; writes
+results/conv_norms.md
 
-The first writes results/conv_norms.md. Exit status 1 if results differ or the bound is missed.
+Exit status 1 if results differ or the bound is missed.
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from tests.benchmarks import runs  # isort: split
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_gdn.ops import causal_conv_triton, norms
+from megatron_gdn.ops import norms
 from megatron_gdn.ops.causal_conv import causal_conv1d_silu
 from megatron_gdn.ops.gated_delta_rule_gates import gates
 from megatron_gdn.rows import Rows
-from tests.benchmarks.gpu import copy_terabytes, machine, milliseconds
-from tests.benchmarks.report import RESULTS, provenance, table
+from tests.benchmarks.gpu import milliseconds
 
 TOKENS, KEY_HEADS, VALUE_HEADS, DIM, WIDTH, HIDDEN = 32_768, 16, 32, 128, 4, 2048
 QK, V = KEY_HEADS * DIM, VALUE_HEADS * DIM
 CHANNELS = 2 * QK + V
 BOUND = 1.3
 """Milliseconds for convolution, l2norm and gates, forward and backward."""
-GPU = torch.device("cuda")
 DOCUMENTS = {
     "one document": (0, TOKENS),
     "documents of 1,000": (*range(0, TOKENS, 1000), TOKENS),
@@ -54,11 +53,11 @@ class Case(NamedTuple):
 def projected() -> tuple[Tensor, ...]:
     """Queries, keys and values; output gate; write gates; decay gates: views of one tensor."""
     sizes = [CHANNELS, V, VALUE_HEADS, VALUE_HEADS]
-    return torch.randn(1, TOKENS, sum(sizes), device=GPU, dtype=torch.bfloat16).split(sizes, -1)
+    return torch.randn(1, TOKENS, sum(sizes), device=runs.DEVICE, dtype=torch.bfloat16).split(sizes, -1)
 
 
 def rows_of(borders: tuple[int, ...]) -> Rows:
-    return Rows.from_ranges(borders, ((0, TOKENS),), 1, GPU)
+    return Rows.from_ranges(borders, ((0, TOKENS),), 1, runs.DEVICE)
 
 
 def ours_conv(borders: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
@@ -102,9 +101,9 @@ def conv_case(documents: str) -> Case:
         qkv,
         b,
         a,
-        torch.randn(CHANNELS, WIDTH, device=GPU, dtype=torch.bfloat16),
-        torch.linspace(-4, 2, VALUE_HEADS, device=GPU),
-        torch.randn(VALUE_HEADS, device=GPU),
+        torch.randn(CHANNELS, WIDTH, device=runs.DEVICE, dtype=torch.bfloat16),
+        torch.linspace(-4, 2, VALUE_HEADS, device=runs.DEVICE),
+        torch.randn(VALUE_HEADS, device=runs.DEVICE),
     ]
     borders = DOCUMENTS[documents]
     paths = [Path("ours", ours_conv(borders)), Path("fla", fla_conv(borders))]
@@ -133,8 +132,8 @@ def norm_case() -> Case:
         return [rms_norm(x, (1 + weight.float()).to(x.dtype), None, eps=1e-6)]
 
     inputs = [
-        torch.randn(TOKENS, 1, HIDDEN, device=GPU, dtype=torch.bfloat16),
-        torch.randn(HIDDEN, device=GPU, dtype=torch.bfloat16),
+        torch.randn(TOKENS, 1, HIDDEN, device=runs.DEVICE, dtype=torch.bfloat16),
+        torch.randn(HIDDEN, device=runs.DEVICE, dtype=torch.bfloat16),
     ]
     paths = [Path("ours", ours), Path("fla", fused), Path("torch", plain)]
     return Case(f"RMSNorm of {HIDDEN}", inputs, paths, 2 * inputs[0].nbytes, 3 * inputs[0].nbytes)
@@ -157,9 +156,9 @@ def gated_norm_case() -> Case:
         return [rms_norm_gated(x, gate, 1 + weight, None, "swish", eps=1e-6)]
 
     inputs = [
-        torch.randn(1, TOKENS, VALUE_HEADS, DIM, device=GPU, dtype=torch.bfloat16),
+        torch.randn(1, TOKENS, VALUE_HEADS, DIM, device=runs.DEVICE, dtype=torch.bfloat16),
         projected()[1],
-        torch.randn(DIM, device=GPU),
+        torch.randn(DIM, device=runs.DEVICE),
     ]
     paths = [Path("ours", ours), Path("fla", fused), Path("torch", plain)]
     return Case(
@@ -217,36 +216,14 @@ def measure(case: Case, terabytes: float) -> list[list[str]]:
     ]
 
 
-def try_sizes() -> int:
-    """Forward and backward of the convolution alone, its file's constants set to other values."""
-    case = conv_case("one document")
-    inputs = [case.inputs[0], case.inputs[3]]
-    rows = rows_of(DOCUMENTS["one document"])
-    found: dict[str, list[tuple[float, str]]] = {"forward": [], "backward": []}
-    for span, channels, warps in itertools.product((64, 128, 256), (256, 512, 1024), (2, 4)):
-        causal_conv_triton.SPAN = causal_conv_triton.SPAN_BACKWARD = span
-        causal_conv_triton.CHANNELS, causal_conv_triton.WARPS = channels, warps
-
-        def run(x, weight):
-            return causal_conv1d_silu(x, weight, rows, sizes=(QK, QK, V), norm_dims=(DIM, DIM, None))
-
-        path = Path("ours", run)
-        upstream = [torch.randn_like(out) for out in run(*inputs)]
-        times = times_of(case._replace(inputs=inputs), path, upstream)
-        for way, ms in zip(found, times, strict=True):
-            found[way].append((ms, f"SPAN {span}, CHANNELS {channels}, WARPS {warps}"))
-    for way, lines in found.items():
-        print(table([way, "ms"], [[text, f"{ms:.3f}"] for ms, text in sorted(lines)]))
-    return 0
-
-
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write the tables."""
-    if "--sizes" in sys.argv:
-        return try_sizes()
+    arguments = runs.read_arguments(__doc__, argv, tiny=False)
+    ceilings = runs.Ceilings.measure()
     torch.manual_seed(1234)
-    terabytes = copy_terabytes()
-    text = [
+    report = runs.LiveReport(
+        arguments.results,
+        "conv_norms",
         "# Convolution, gates and norms on a GPU",
         "",
         f"{TOKENS:,} tokens in bf16; {KEY_HEADS} key and {VALUE_HEADS} value heads of {DIM}, {CHANNELS} "
@@ -256,22 +233,21 @@ def main() -> int:
         "fla's kernels copy them. "
         f"Bound: convolution, l2norm and gates in at most {BOUND} ms.",
         "",
-        *provenance("python -m tests.benchmarks.conv_norms", "triton", "flash-linear-attention"),
-        *machine(),
-    ]
+        ceilings.text(),
+    )
     cases = [lambda name=name: conv_case(name) for name in DOCUMENTS]
-    missed = False
+    missed = []
     for make in (*cases, norm_case, gated_norm_case):
         case = make()
-        rows = measure(case, terabytes)
-        missed |= case.title.startswith("convolution") and float(rows[0][3]) > BOUND
-        head = ["path", "forward", "backward", "both", "of ours", "of the floor"]
-        text += ["", f"## {case.title}", "", table(head, rows).rstrip()]
-        print("\n".join(text[-2:]), flush=True)
+        report.table(case.title, ["path", "forward", "backward", "both", "of ours", "of the floor"])
+        rows = measure(case, ceilings.terabytes)
+        for row in rows:
+            report.row(*row)
+        if case.title.startswith("convolution") and float(rows[0][3]) > BOUND:
+            missed.append(f"{case.title}: {rows[0][3]} ms, wanted {BOUND:g} at most")
         torch.cuda.empty_cache()
-    (RESULTS / "conv_norms.md").write_text("\n".join(text) + "\n")
-    print("\n".join(text))
-    return int(missed)
+    report.text(*(f"- {line}" for line in missed or ["the bound is kept"]))
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,11 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
-
-from tests.helpers.distributed import make_groups
 
 CYCLES = 2e9
 """Of the GPU's clock in a second, about."""
@@ -66,26 +63,3 @@ def copy_terabytes() -> float:
     """Bytes read and written per second by a device copy, TB/s."""
     a, b = (torch.randn(2**29, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * a.nbytes / milliseconds(lambda: b.copy_(a)) / 1e9
-
-
-def machine() -> list[str]:
-    """A line that names the GPU, and what it reaches."""
-    return [
-        f"- {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; here and now a bf16 product of 8192^3 "
-        f"reaches {matmul_tflops():.0f} TFLOP/s and a device copy {copy_terabytes():.2f} TB/s",
-    ]
-
-
-@contextmanager
-def one_rank(seed: int = 1234) -> Iterator[Any]:
-    """The host's process groups of a single rank, and its random states."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with make_groups() as groups:
-            torch.manual_seed(seed)
-            model_parallel_cuda_manual_seed(seed)
-            yield groups
-    finally:
-        torch.distributed.destroy_process_group()

@@ -11,6 +11,7 @@ from tests.benchmarks import (
     gdn_layer,
     linear_cross_entropy,
     memory_share,
+    moe_layer,
     run_gpu,
     runs,
     warm_kernels,
@@ -32,7 +33,7 @@ def in_a_process(main, folder) -> int:
 @pytest.mark.skipif(not runs.RUNS_ON_CPU, reason="with a GPU run the benchmarks themselves")
 @pytest.mark.parametrize(
     "module",
-    [attention, gdn_layer, linear_cross_entropy, memory_share, model_slice],
+    [attention, gdn_layer, linear_cross_entropy, memory_share, model_slice, moe_layer],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_tables_are_written(module, tmp_path):
@@ -41,12 +42,13 @@ def test_tables_are_written(module, tmp_path):
     status = in_a_process(module.main, tmp_path)
     text = (tmp_path / f"{name}.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    heads = {"gdn_layer": 2, "slice": 3}.get(name, 1)
+    heads = {"gdn_layer": 2, "moe_layer": 2, "slice": 3}.get(name, 1)
     figures = {
         "attention": len(attention.CASES),
         "gdn_layer": 8 + 2,
         "linear_cross_entropy": 4,
         "memory_share": 8,
+        "moe_layer": 2 + 8,
         "slice": 2 * 2 + 2,
     }[name]
     assert len(rows) == heads + figures, text
