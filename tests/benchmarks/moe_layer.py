@@ -146,8 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         "256 experts of 512 on tokens of 2048 in bf16, 8 for each token, a shared expert; forward and "
         "backward of the whole layer with its router, one rank. Host: megatron-core's layer with its local "
-        "backend, one expert after another. Peak: beyond weights and input, with weight gradients. Bounds: "
-        f"at least {TIMES_FASTER:g} times the host's speed, at least {SHARE_OF_MATMUL:.0%} of the matmul rate.",
+        "backend, one expert after another. Peak: beyond weights and input, with weight gradients. "
+        f"Bounds: at least {TIMES_FASTER:g} times the host's speed, at least {SHARE_OF_MATMUL:.0%} of the "
+        "matmul rate.",
         "",
         ceilings.text(),
     )
