@@ -7,6 +7,8 @@ Legend: S tokens of the stream, s of this rank, B batch, C channels, c this rank
 R rows of the local buffer (spans x batch, span-major). Capital: all ranks; lower case: this rank.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,9 +57,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
+        return start_all_gather(x, group).wait()
 
     @staticmethod
     def backward(ctx, grad):
@@ -100,6 +100,16 @@ def start_all_to_all(
     """
     source, out = x.contiguous(), x.new_empty((sum(recv_splits), *x.shape[1:]))
     work = dist.all_to_all_single(out, source, recv_splits, send_splits, group=group, async_op=True)
+    return Arrival(out, source, work)
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Arrival:
+    """Begin what `all_gather` does.
+
+    Communication: one all-gather; no gradient.
+    """
+    source, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    work = dist.all_gather_into_tensor(out, source, group=group, async_op=True)
     return Arrival(out, source, work)
 
 
@@ -161,34 +171,50 @@ def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGro
     return torch.cat(before)
 
 
-def exchange_states(
-    summaries: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup, reverse: bool = False
-) -> Tensor:
-    """What enters each of this rank's rows: the recurrent state, or in reverse its gradient.
+class StatesBetweenRanks:
+    """What enters each of this rank's rows: the recurrent state, or from behind its gradient.
 
-    A row is an affine map of the state that enters it: X_out = M X_in + S. M is exactly zero where a
-    document begins inside the row, so that no state passes through; a row that begins with a document
-    is still handed the state before it. The gradient runs backwards through the same maps, with M^T for
-    M: a caller that has no autograd graph of its own gets it with `reverse`.
+    The `rows.StateExchange` of ranks that share a stream. A row is an affine map of the state that enters
+    it: X_out = M X_in + S. M is exactly zero where a document begins inside the row, so that no state
+    passes through; a row that begins with a document is still handed the state before it. The gradient
+    runs backwards through the same maps, with M^T for M.
 
-    Args:
-        summaries: [R, H, K, K + V] fp32, M in the first K columns and S in the last V.
-        plan: layout and sizes of the microbatch.
-        cp_group: ranks sharing the stream.
-        reverse: scan from the end of the stream: what enters a row comes from the row behind it.
-
-    Returns:
-        [R, H, K, V] fp32.
-
-    Communication: one all-gather of R*H*K*(K+V) fp32 values per rank, one reduce-scatter of the same
-    size in backward; independent of the number of tokens.
+    Communication: one all-gather of R*H*K*(K+V) fp32 values per rank, and for the gradient either one
+    reduce-scatter of the same size (autograd's) or a second all-gather (`start_reverse`); independent of
+    the number of tokens.
     Source: the affine form of the gated delta rule, Yang et al., "Gated Delta Networks" (2024); the
     exchange of (M, S) between ranks as in flash-linear-attention, fla/ops/cp.
     """
-    num_rows, _, key_dim, _ = summaries.shape
-    slots = num_rows // plan.batch
-    gathered = all_gather(summaries.reshape(slots, plan.batch, *summaries.shape[1:]), cp_group)
-    by_slot = gathered.unbind(0)
+
+    def __init__(self, plan: StreamPlan, cp_group: dist.ProcessGroup):
+        """For the rows of a microbatch.
+
+        Args:
+            plan: layout and sizes of the microbatch.
+            cp_group: ranks sharing the stream.
+        """
+        self._plan, self._group = plan, cp_group
+
+    def __call__(self, summaries: Tensor) -> Tensor:
+        """See `rows.StateExchange`."""
+        return _scan(all_gather(self._by_span(summaries), self._group), self._plan)
+
+    def start_reverse(self, summaries: Tensor) -> Callable[[], Tensor]:
+        """See `rows.StateExchange`."""
+        arrival = start_all_gather(self._by_span(summaries), self._group)
+        return lambda: _scan(arrival.wait(), self._plan, reverse=True)
+
+    def _by_span(self, summaries: Tensor) -> Tensor:
+        """[R, ...] as [spans, B, ...]."""
+        return summaries.unflatten(0, (-1, self._plan.batch))
+
+
+def _scan(gathered: Tensor, plan: StreamPlan, reverse: bool = False) -> Tensor:
+    """[all spans, B, H, K, K + V] in rank order to what enters this rank's rows, [R, H, K, V].
+
+    `reverse`: from the end of the stream: what enters a row comes from the row behind it.
+    """
+    by_slot, key_dim = gathered.unbind(0), gathered.shape[-2]
     order = cp_layout.stacked_to_stream(plan.layout, plan.cp_size)
     mine = cp_layout.rank_spans(plan.layout, plan.cp_size, plan.cp_rank)
     if reverse:

@@ -137,7 +137,7 @@ class ChunkwiseCP(WholeStream):
     Communication per layer and forward: one all-to-all of the W-1 tokens before each span, one
     all-gather of the spans' summaries, H*K*(K+V) fp32 values each. Backward: the same amounts. Neither
     depends on the number of tokens.
-    Source: `cp_comm.exchange_states`, `cp_comm.exchange_halo`.
+    Source: `cp_comm.StatesBetweenRanks`, `cp_comm.exchange_halo`.
     """
 
     def __init__(self, sections: Sections, cp_group: ProcessGroup):
@@ -167,11 +167,7 @@ class ChunkwiseCP(WholeStream):
 
     def exchange(self, plan: StreamPlan) -> StateExchange:
         """Gather every span's summary and scan them in stream order, or back."""
-
-        def exchange(summaries: Tensor, reverse: bool = False) -> Tensor:
-            return cp_comm.exchange_states(summaries, plan, self._group, reverse)
-
-        return exchange
+        return cp_comm.StatesBetweenRanks(plan, self._group)
 
 
 GDN_CP_MODES = {"headwise": HeadwiseCP, "chunkwise": ChunkwiseCP}

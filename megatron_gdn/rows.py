@@ -1,5 +1,6 @@
 """Rows of tokens and the document borders in them: what a recurrent kernel needs to know."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -14,7 +15,7 @@ from megatron_gdn import cp_layout
 class StateExchange(Protocol):
     """How the recurrent state passes between rows that follow each other in the stream."""
 
-    def __call__(self, summaries: Tensor, reverse: bool = False) -> Tensor:
+    def __call__(self, summaries: Tensor) -> Tensor:
         """From the summaries [M | S] of this rank's rows to what enters each of them.
 
         Differentiable. It may hand a row the state of another document: `Rows.continued` says whose
@@ -22,12 +23,21 @@ class StateExchange(Protocol):
 
         Args:
             summaries: [R, H, K, K + V] fp32.
-            reverse: scan from the stream's end. With [M^T | dS] of the rows, where dS is the gradient
-                with respect to the state that enters a row if none comes from behind it, the result is
-                the gradient with respect to the state that leaves each row.
 
         Returns:
             [R, H, K, V] fp32.
+        """
+
+    def start_reverse(self, summaries: Tensor) -> Callable[[], Tensor]:
+        """Begin the same scan from the stream's end, for a caller that has no autograd graph.
+
+        Args:
+            summaries: [M^T | dS] of this rank's rows, [R, H, K, K + V] fp32, where dS is the gradient with
+                respect to the state that enters a row if none comes from behind it.
+
+        Returns:
+            What waits for the gradient with respect to the state that leaves each row, [R, H, K, V] fp32.
+            What is launched before it is called runs while summaries travel.
         """
 
 

@@ -36,7 +36,8 @@ def run(
 ) -> Tensor:
     """All pieces of all rows in one call; args and result as for `gated_delta_rule_torch.run`.
 
-    Communication: that of `exchange`, once in forward and once, in reverse, in backward.
+    Communication: that of `exchange`, once in forward and once, in reverse, in backward; the latter while
+    the parts' states are made anew.
     """
     from flash_qla import chunk_gated_delta_rule
 
@@ -247,11 +248,8 @@ class _PassingState(torch.autograd.Function):
             reverse = {"reverse": True, "transpose_m": True, "compute_m": False}
             d, _ = aggregate_card_state(part_d, part_m, through_back, context.seq_map_r2c, **reverse)
         d = d[rows.first_pieces] * rows.continued.view(-1, 1, 1, 1)
-        leaving = exchange(torch.cat([m.transpose(-1, -2), d], dim=-1), reverse=True)
-        d_final = partition.placed(leaving, rows.last_pieces)
-        if partition.split:
-            d_final = correct_terminal_states(d_final, part_d, part_m, through_back, context.seq_map_r2c)
-
+        leaving = exchange.start_reverse(torch.cat([m.transpose(-1, -2), d], dim=-1))
+        # Needs nothing of other ranks.
         states, _, _ = fused_gdr_h(
             k=k,
             v=v,
@@ -263,6 +261,10 @@ class _PassingState(torch.autograd.Function):
             output_h=True,
             cu_seqlens=partition.parts,
         )
+
+        d_final = partition.placed(leaving(), rows.last_pieces)
+        if partition.split:
+            d_final = correct_terminal_states(d_final, part_d, part_m, through_back, context.seq_map_r2c)
         dq, dk, dv, dg, dbeta, _ = fused_gdr_bwd(
             q=q, k=k, v=v, a=A, g=g, b=beta, do=d_out, dht=d_final, h=states, cu_seqlens=partition.parts
         )

@@ -5,6 +5,7 @@ Source of the rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 Legend: T tokens, D head dim; for the rule H value heads, h key heads, K and V their sizes.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -58,7 +59,7 @@ def rule(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:
 
     def ours(*x):
         cut = [each.unflatten(1, (num_spans, -1)).flatten(0, 1) for each in x[:5]]
-        exchange = scan_rows if num_spans > 1 else None
+        exchange = ScanRows() if num_spans > 1 else None
         out = gated_delta_rule(*cut, *x[5:], rows, exchange, setup.gdn_backend)
         return out.flatten(0, 1).unsqueeze(0)
 
@@ -88,14 +89,21 @@ def _rule_token_by_token(q, k, v, a, b, A_log, dt_bias, positions: list[int]) ->
     return torch.stack(out).unsqueeze(0)
 
 
-def scan_rows(summaries: Tensor, reverse: bool = False) -> Tensor:
-    """A `StateExchange` between rows of one process, which follow each other in the stream."""
-    key_dim = summaries.shape[-2]
-    state, entering = torch.zeros_like(summaries[0, ..., key_dim:]), []
-    for row in summaries.flip(0) if reverse else summaries:
-        entering.append(state)
-        state = row[..., :key_dim] @ state + row[..., key_dim:]
-    return torch.stack(entering[::-1] if reverse else entering)
+class ScanRows:
+    """The `StateExchange` between rows of one process, which follow each other in the stream."""
+
+    def __call__(self, summaries: Tensor) -> Tensor:
+        """What enters each row from the row before it."""
+        key_dim = summaries.shape[-2]
+        state, entering = torch.zeros_like(summaries[0, ..., key_dim:]), []
+        for row in summaries:
+            entering.append(state)
+            state = row[..., :key_dim] @ state + row[..., key_dim:]
+        return torch.stack(entering)
+
+    def start_reverse(self, summaries: Tensor) -> Callable[[], Tensor]:
+        """What enters each row from the row behind it; nothing has to travel."""
+        return lambda: self(summaries.flip(0)).flip(0)
 
 
 def convolution(setup: Setup, source: Source, packed: bool, num_spans: int) -> Case:

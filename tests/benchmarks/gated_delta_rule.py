@@ -131,7 +131,13 @@ class OtherRanks:
         self._mine, self._spans = mine, spans
         self._given = torch.randn(1, VALUE_HEADS, DIM, 2 * DIM, device=runs.DEVICE) / DIM
 
-    def __call__(self, summaries: Tensor, reverse: bool = False) -> Tensor:
+    def __call__(self, summaries: Tensor) -> Tensor:
+        return self._scan(summaries)
+
+    def start_reverse(self, summaries: Tensor) -> Callable[[], Tensor]:
+        return lambda: self._scan(summaries, reverse=True)
+
+    def _scan(self, summaries: Tensor, reverse: bool = False) -> Tensor:
         own = dict(zip(self._mine, summaries.split(1), strict=True))
         state, entering = torch.zeros_like(summaries[:1, ..., DIM:]), {}
         for span in reversed(range(self._spans)) if reverse else range(self._spans):

@@ -1,6 +1,6 @@
 """Random input of the gated delta rule, its gradients, and the ranks' exchange in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,11 +38,21 @@ def with_grads(function, inputs, upstream) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
-def scan_in_stream_order(summaries: Tensor, reverse: bool = False) -> Tensor:
+class ScanInStreamOrder:
     """What the ranks' exchange does, for rows that are consecutive spans held in one process."""
-    key_dim = summaries.shape[-2]
-    state, entering = torch.zeros_like(summaries[0, ..., key_dim:]), []
-    for row in reversed(summaries.unbind()) if reverse else summaries:
+
+    def __call__(self, summaries: Tensor) -> Tensor:
+        return torch.stack(_before(summaries.unbind()))
+
+    def start_reverse(self, summaries: Tensor) -> Callable[[], Tensor]:
+        return lambda: torch.stack(_before(summaries.unbind()[::-1])[::-1])
+
+
+def _before(summaries: Sequence[Tensor]) -> list[Tensor]:
+    """State before each of the rows, in the order given."""
+    key_dim = summaries[0].shape[-2]
+    state, entering = torch.zeros_like(summaries[0][..., key_dim:]), []
+    for row in summaries:
         entering.append(state)
         state = row[..., :key_dim] @ state + row[..., key_dim:]
-    return torch.stack(entering[::-1] if reverse else entering)
+    return entering

@@ -11,7 +11,7 @@ from tests.helpers.cases import FP32_TRUTH, GVA_HEADS, PACKINGS
 from tests.helpers.compare import assert_close
 from tests.helpers.flash_qla_double import packed_rule
 from tests.helpers.reference import gated_delta_rule_reference
-from tests.helpers.rule import NAMES, normalised, rule_inputs, scan_in_stream_order, with_grads
+from tests.helpers.rule import NAMES, ScanInStreamOrder, normalised, rule_inputs, with_grads
 
 
 @pytest.mark.parametrize("num_spans", (1, 2, 4))
@@ -30,7 +30,7 @@ def test_spans_match_reference(monkeypatch, packing, num_spans):
     def ours(*leaves):
         q, k, v, a, b = (x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in normalised(leaves)[:5])
         g, beta = gates(a, b, *leaves[5:])
-        exchange = scan_in_stream_order if num_spans > 1 else None
+        exchange = ScanInStreamOrder() if num_spans > 1 else None
         return gated_delta_rule_fla.run(q, k, v, g, beta, rows, exchange).view_as(upstream)
 
     got = with_grads(ours, [x.float() for x in inputs], upstream)

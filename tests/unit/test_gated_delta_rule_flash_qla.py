@@ -12,7 +12,7 @@ from tests.helpers import flash_qla_double
 from tests.helpers.cases import GVA_HEADS, PACKINGS, Packing
 from tests.helpers.compare import assert_close
 from tests.helpers.reference import gated_delta_rule_reference
-from tests.helpers.rule import NAMES, normalised, rule_inputs, scan_in_stream_order, with_grads
+from tests.helpers.rule import NAMES, ScanInStreamOrder, normalised, rule_inputs, with_grads
 
 FORGOTTEN = 1e-4
 """FlashQLA leaves out what has decayed by more than exp(-10) = 4.5e-5."""
@@ -35,7 +35,7 @@ def compare(case: Packing, num_spans: int, shift: float = 0.0):
     def ours(*leaves):
         q, k, v, a, b = (x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in normalised(leaves)[:5])
         g, beta = gates(a, b, *leaves[5:])
-        exchange = scan_in_stream_order if num_spans > 1 else None
+        exchange = ScanInStreamOrder() if num_spans > 1 else None
         return gated_delta_rule_flash_qla.run(q, k, v, g, beta, rows, exchange).view_as(upstream)
 
     got = with_grads(ours, [x.float() for x in inputs], upstream)
@@ -68,6 +68,28 @@ def test_state_that_lasts_passes_through_many_spans(monkeypatch, part_chunks):
     """Heads that hardly forget, one document: every span's M counts."""
     flash_qla_double.install(monkeypatch, part_chunks=part_chunks)
     compare(Packing(768), 6, shift=4.0)
+
+
+def test_states_are_made_anew_while_gradients_travel(monkeypatch):
+    """In backward the exchange begins before the parts' states are recomputed, and is waited for after."""
+    flash_qla_double.install(monkeypatch, part_chunks=1)
+    order, start = [], ScanInStreamOrder.start_reverse
+    chunk = sys.modules["flash_qla.ops.gated_delta_rule.chunk"]
+    fused_gdr_h = chunk.fused_gdr_h
+
+    def started(self, summaries):
+        wait = start(self, summaries)
+        order.append("start")
+        return lambda: (order.append("wait"), wait())[1]
+
+    def made(*args, **kwargs):
+        order.append("states")
+        return fused_gdr_h(*args, **kwargs)
+
+    monkeypatch.setattr(ScanInStreamOrder, "start_reverse", started)
+    monkeypatch.setattr(chunk, "fused_gdr_h", made)
+    compare(LONG, 4)
+    assert order == ["start", "states", "wait"]
 
 
 def test_batch(monkeypatch):

@@ -10,7 +10,7 @@ from megatron_gdn.rows import Rows
 from tests.helpers.cases import CONV_WIDTH, PACKINGS, Packing
 from tests.helpers.compare import assert_close
 from tests.helpers.reference import GDNSizes, causal_conv_reference, gated_delta_rule_reference
-from tests.helpers.rule import NAMES, normalised, rule_inputs, scan_in_stream_order, with_grads
+from tests.helpers.rule import NAMES, ScanInStreamOrder, normalised, rule_inputs, with_grads
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -41,7 +41,7 @@ def run_on_spans(backend: str, inputs, upstream, borders, num_spans: int) -> lis
     span = seq_len // num_spans
     ranges = tuple((i * span, (i + 1) * span) for i in range(num_spans))
     rows = Rows.from_ranges(borders, ranges, batch, torch.device("cuda"))
-    exchange = scan_in_stream_order if num_spans > 1 else None
+    exchange = ScanInStreamOrder() if num_spans > 1 else None
 
     def ours(*leaves):
         cut = [x.unflatten(1, (num_spans, span)).flatten(0, 1) for x in normalised(leaves)[:5]]
@@ -130,7 +130,7 @@ def test_only_the_first_layer_waits_for_the_gpu(backend, num_spans):
         for i, x in enumerate(rule_inputs(Packing(8192), HEADS))
     ]
     inputs = [x.unflatten(1, (num_spans, span)).flatten(0, 1) if i < 5 else x for i, x in enumerate(inputs)]
-    exchange = scan_in_stream_order if num_spans > 1 else None
+    exchange = ScanInStreamOrder() if num_spans > 1 else None
 
     def layer(*leaves):
         return gated_delta_rule(*normalised(leaves), rows, exchange, backend)
