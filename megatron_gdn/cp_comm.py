@@ -7,7 +7,7 @@ Legend: S tokens of the stream, s of this rank, B batch, C channels, c this rank
 R rows of the local buffer (spans x batch, span-major). Capital: all ranks; lower case: this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -113,30 +113,135 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Arrival:
     return Arrival(out, source, work)
 
 
-def cp2hp(x_sBC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
+Sections = tuple[tuple[int, int], ...]
+"""(channels, blocks) of each part of a tensor's last axis. A part is dealt out in equal blocks, one to each
+rank in order; where there are fewer blocks than ranks, as many neighbours as it takes get the same one."""
+
+
+def cp2hp(
+    xs_sBC: Sequence[Tensor], sections: Sequence[Sections], plan: StreamPlan, cp_group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """From this rank's tokens with all channels to all tokens with this rank's channels.
 
     Args:
-        x_sBC: [s, B, cp, c]; block j of the third axis goes to rank j.
+        xs_sBC: tensors [s, B, C], channels next to each other.
+        sections: how the channels of each of them are dealt out.
         plan: layout and sizes of the microbatch.
         cp_group: ranks sharing the stream.
 
     Returns:
-        [S, B, c], tokens in stream order.
+        [S, B, c] for each, tokens in stream order; views of one tensor.
 
-    Communication: one all-to-all of s*B*cp*c elements, of which (cp-1)/cp leave the rank.
+    Communication: one all-to-all of cp*s*B*(all c) elements, of which (cp-1)/cp leave the rank; the same in
+    backward.
     """
-    cp_size = plan.cp_size
-    stacked = all_to_all(x_sBC.permute(2, 0, 1, 3), cp_group, [1] * cp_size, [1] * cp_size)
-    return plan.to_stream(stacked.flatten(0, 1))
+    return _TokensToHeads.apply(plan, cp_group, tuple(sections), *xs_sBC)
 
 
 def hp2cp(x_SBc: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:
     """Inverse of `cp2hp`: [S, B, c] in stream order to [s, B, cp * c], channels by rank."""
-    cp_size = plan.cp_size
-    stacked = plan.to_stacked(x_SBc).unflatten(0, (cp_size, -1))
-    received = all_to_all(stacked, cp_group, [1] * cp_size, [1] * cp_size)
-    return received.permute(1, 2, 0, 3).flatten(2)
+    sections = (((plan.cp_size * x_SBc.shape[-1], plan.cp_size),),)
+    return _HeadsToTokens.apply(plan, cp_group, sections, x_SBc)[0]
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """[s, B, C] each to [S, B, c] each: one pass over memory on either side of the all-to-all."""
+
+    @staticmethod
+    def forward(ctx, plan: StreamPlan, group: dist.ProcessGroup, sections: Sequence[Sections], *xs: Tensor):
+        ctx.work = plan, group, sections
+        widths = _widths(sections)
+        sent = xs[0].new_empty(plan.cp_size, *xs[0].shape[:2], sum(map(sum, widths)))
+        for whole, dealt in _blocks(xs, sections, sent):
+            _copy(dealt, whole.permute(2, 0, 1, 3).unsqueeze(1).expand_as(dealt))
+        splits = [1] * plan.cp_size
+        received = start_all_to_all(sent, group, splits, splits).wait().flatten(0, 1)
+        return _to_stream(received, plan).split([sum(w) for w in widths], dim=-1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, None, None, *_HeadsToTokens.apply(*ctx.work, *grads)
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """The adjoint: [S, B, c] each to [s, B, C] each; copies of one block are added up."""
+
+    @staticmethod
+    def forward(ctx, plan: StreamPlan, group: dist.ProcessGroup, sections: Sequence[Sections], *xs: Tensor):
+        ctx.work = plan, group, sections
+        widths = [sum(w) for w in _widths(sections)]
+        sent = xs[0].new_empty(*xs[0].shape[:2], sum(widths))
+        for x, part in zip(xs, sent.split(widths, dim=-1), strict=True):
+            _put_stacked(x, part, plan)
+        sent, splits = sent.unflatten(0, (plan.cp_size, -1)), [1] * plan.cp_size
+        received = start_all_to_all(sent, group, splits, splits).wait()
+        channels = [sum(size for size, _ in parts) for parts in sections]
+        outs = tuple(received.new_empty(*received.shape[1:3], c) for c in channels)
+        for whole, dealt in _blocks(outs, sections, received):
+            block = dealt.sum(1) if dealt.shape[1] > 1 else dealt.squeeze(1)
+            _copy(whole, block.permute(1, 2, 0, 3))
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, None, None, *_TokensToHeads.apply(*ctx.work, *grads)
+
+
+def _widths(sections: Sequence[Sections]) -> list[list[int]]:
+    """Channels that one rank has of every section of every tensor."""
+    return [[size // blocks for size, blocks in parts] for parts in sections]
+
+
+def _blocks(
+    xs: Sequence[Tensor], sections: Sequence[Sections], stacked: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of each section: [s, B, blocks, width] of its tensor, [blocks, copies, s, B, width] of `stacked`.
+
+    xs: [s, B, C] each; stacked: [cp, s, B, all widths].
+    """
+    offset = 0
+    for x, parts, widths in zip(xs, sections, _widths(sections), strict=True):
+        for part, (_, blocks), width in zip(
+            x.split([size for size, _ in parts], dim=-1), parts, widths, strict=True
+        ):
+            dealt = stacked[..., offset : offset + width].unflatten(0, (blocks, -1))
+            yield part.unflatten(-1, (blocks, width)), dealt
+            offset += width
+
+
+def _to_stream(stacked: Tensor, plan: StreamPlan) -> Tensor:
+    """All ranks' tokens stacked by rank, [S, ...] contiguous, in stream order; itself when contiguous."""
+    if plan.layout == "contiguous":
+        return stacked
+    (words,) = _as_words(stacked)
+    in_order = words.unflatten(0, (-1, plan.span_len)).index_select(0, plan.stacked_to_stream)
+    return in_order.flatten(0, 1).view(stacked.dtype)
+
+
+def _put_stacked(x: Tensor, out: Tensor, plan: StreamPlan) -> None:
+    """Inverse of `_to_stream`, written into `out` [S, ...]; both of any strides."""
+    if plan.layout == "contiguous":
+        _copy(out, x)
+        return
+    out, x = (y.unflatten(0, (-1, plan.span_len)) for y in _as_words(out, x))
+    out.index_copy_(0, plan.stacked_to_stream, x)
+
+
+def _copy(to: Tensor, x: Tensor) -> None:
+    """`to.copy_(x)`."""
+    to, x = _as_words(to, x)
+    to.copy_(x)
+
+
+def _as_words(*xs: Tensor) -> tuple[Tensor, ...]:
+    """The same memory in words of 8 bytes, if all are made of such: torch copies views element by element."""
+    per_word = 8 // xs[0].element_size()
+
+    def whole(x: Tensor) -> bool:
+        *strides, last = x.stride()
+        return last == 1 and not any(n % per_word for n in (*strides, x.shape[-1], x.storage_offset()))
+
+    return tuple(x.view(torch.int64) for x in xs) if all(map(whole, xs)) else xs
 
 
 def exchange_halo(tails_RtC: Tensor, plan: StreamPlan, cp_group: dist.ProcessGroup) -> Tensor:

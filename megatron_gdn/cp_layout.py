@@ -74,11 +74,6 @@ def stacked_to_stream(layout: CPLayout, cp_size: int) -> tuple[int, ...]:
     return tuple(rank * slots + slot for rank, slot in holders)
 
 
-def stream_to_stacked(layout: CPLayout, cp_size: int) -> tuple[int, ...]:
-    """For each place in the rank-stacked buffers, the span it holds; inverse of `stacked_to_stream`."""
-    return tuple(s for rank in range(cp_size) for s in rank_spans(layout, cp_size, rank))
-
-
 def local_ranges(layout: CPLayout, cp_size: int, cp_rank: int, seq_len: int) -> tuple[tuple[int, int], ...]:
     """(start, end) stream positions of each span of `cp_rank`, in the order of its local buffer."""
     length = span_length(layout, cp_size, seq_len)

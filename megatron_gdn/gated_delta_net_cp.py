@@ -96,13 +96,6 @@ class HeadwiseCP(WholeStream):
             share[sections.key_heads], share[sections.value_heads], sections.key_dim, sections.value_dim
         )
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        """[..., heads * D] to [..., cp, share * D], heads copied where there are fewer than ranks."""
-        if heads % self._size == 0:
-            return x.unflatten(-1, (self._size, -1))
-        copies = self._size // heads
-        return x.unflatten(-1, (heads, 1, -1)).expand(*x.shape[:-1], heads, copies, -1).flatten(-3, -2)
-
     def _mine(self, x: Tensor, heads: int) -> Tensor:
         """Rows of a parameter [heads * D, ...] that belong to this rank's share of the heads."""
         share = max(heads // self._size, 1)
@@ -111,11 +104,12 @@ class HeadwiseCP(WholeStream):
 
     def enter(self, qkv_sBC: Tensor, ba_sBC: Tensor, plan: StreamPlan) -> tuple[Tensor, Tensor]:
         """[s, B, ...] of all heads to [B, S, ...] of this rank's heads."""
-        parts = (*qkv_sBC.split(self._all.sizes[:3], dim=-1), *ba_sBC.split(self._all.sizes[3:], dim=-1))
-        split = [self._split(x, n) for x, n in zip(parts, self._all.heads, strict=True)]
-        mine = cp_comm.cp2hp(torch.cat(split, dim=-1), plan, self._group).transpose(0, 1)
-        sizes = self._sections.sizes
-        return mine.split([sum(sizes[:3]), sum(sizes[3:])], dim=-1)
+        blocks = tuple(
+            (size, min(heads, self._size))
+            for size, heads in zip(self._all.sizes, self._all.heads, strict=True)
+        )
+        mine = cp_comm.cp2hp((qkv_sBC, ba_sBC), (blocks[:3], blocks[3:]), plan, self._group)
+        return tuple(x.transpose(0, 1) for x in mine)
 
     def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
         """[B, S, values of this rank's heads] to [s, B, values of all heads]."""

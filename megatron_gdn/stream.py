@@ -79,11 +79,6 @@ class StreamPlan:
         """`cp_layout.stacked_to_stream` on the device, [spans of all ranks], int64."""
         return torch.tensor(cp_layout.stacked_to_stream(self.layout, self.cp_size), device=self.device)
 
-    @cached_property
-    def stream_to_stacked(self) -> Tensor:
-        """`cp_layout.stream_to_stacked` on the device, [spans of all ranks], int64."""
-        return torch.tensor(cp_layout.stream_to_stacked(self.layout, self.cp_size), device=self.device)
-
     def to_rows(self, x: Tensor) -> Tensor:
         """This rank's tokens [s, B, ...] as `local_rows`, [R, span_len, ...]; a view when B is 1."""
         return x.unflatten(0, (-1, self.span_len)).transpose(1, 2).flatten(0, 1)
@@ -91,20 +86,6 @@ class StreamPlan:
     def from_rows(self, x: Tensor) -> Tensor:
         """Inverse of `to_rows`."""
         return x.unflatten(0, (-1, self.batch)).transpose(1, 2).flatten(0, 1)
-
-    def to_stream(self, x: Tensor) -> Tensor:
-        """All ranks' tokens stacked by rank, [S, ...], in stream order."""
-        return self._reordered(x, "stacked_to_stream")
-
-    def to_stacked(self, x: Tensor) -> Tensor:
-        """Inverse of `to_stream`."""
-        return self._reordered(x, "stream_to_stacked")
-
-    def _reordered(self, x: Tensor, order: str) -> Tensor:
-        """Whole spans of [S, ...] in the order of that name; nothing to do when contiguous."""
-        if self.layout == "contiguous":
-            return x
-        return x.unflatten(0, (-1, self.span_len)).index_select(0, getattr(self, order)).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

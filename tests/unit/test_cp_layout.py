@@ -57,13 +57,9 @@ def test_spans_and_holders_agree_with_the_table(layout, cp_size):
 
 
 @pytest.mark.parametrize(("layout", "cp_size"), STACKED_TO_STREAM)
-def test_permutations_agree_with_the_table_and_invert_each_other(layout, cp_size):
-    """stacked_to_stream is the table; stream_to_stacked undoes it."""
-    to_stream = cp_layout.stacked_to_stream(layout, cp_size)
-    to_stacked = cp_layout.stream_to_stacked(layout, cp_size)
-    assert to_stream == STACKED_TO_STREAM[layout, cp_size]
-    assert [to_stacked[i] for i in to_stream] == list(range(len(to_stream)))
-    assert [to_stream[i] for i in to_stacked] == list(range(len(to_stream)))
+def test_order_agrees_with_the_table(layout, cp_size):
+    """stacked_to_stream is the table."""
+    assert cp_layout.stacked_to_stream(layout, cp_size) == STACKED_TO_STREAM[layout, cp_size]
 
 
 @pytest.mark.parametrize("layout", cp_layout.CP_LAYOUTS)
@@ -74,8 +70,6 @@ def test_all_ranks_together_are_the_stream(layout, cp_size):
     parts = [local_part(stream, layout, cp_size, rank, 0) for rank in range(cp_size)]
     stacked = torch.cat(parts).view(cp_size * cp_layout.spans_per_rank(layout, cp_size), -1)
     assert torch.equal(stacked[list(cp_layout.stacked_to_stream(layout, cp_size))].reshape(-1), stream)
-    spans = stream.view(len(stacked), -1)
-    assert torch.equal(spans[list(cp_layout.stream_to_stacked(layout, cp_size))], stacked)
     assert torch.equal(join_parts(parts, layout, 0), stream)
 
 
