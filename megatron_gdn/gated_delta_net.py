@@ -6,16 +6,33 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as HostGatedDeltaNet
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, get_cuda_rng_tracker
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_gdn.float32 import Float32Parameters
 from megatron_gdn.gated_delta_net_cp import Sections, WholeStream, build_context_parallel
 from megatron_gdn.ops.causal_conv import causal_conv1d_silu
 from megatron_gdn.ops.gated_delta_rule import gated_delta_rule
-from megatron_gdn.ops.norms import gated_rms_norm
 from megatron_gdn.stream import StreamPlan, cp_group_of, plan_of
 from megatron_gdn.validation import check_tensor_parallel_heads
+
+
+class ConvWeight(nn.Module):
+    """The convolution's weight, read by calling this.
+
+    Before a module is called the host waits for its parameters (`--overlap-param-gather`). A weight that is
+    read without a call may be that of the step before.
+
+    Attributes:
+        weight: [channels, 1, W].
+    """
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> Tensor:
+        """[channels, W]."""
+        return self.weight.squeeze(1)
 
 
 class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
@@ -27,7 +44,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
 
     Attributes:
         in_proj: column-parallel, output sections query, key, value, z, b ("beta"), a ("alpha").
-        conv1d: depthwise, [channels of query, key, value, 1, W].
+        conv1d: depthwise, weight [channels of query, key, value, 1, W].
         A_log, dt_bias: [value heads / tp], always fp32.
         out_norm: weight [V], always fp32.
         out_proj: row-parallel.
@@ -66,6 +83,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
             config.linear_num_key_heads, config.linear_num_value_heads, pg_collection.tp.size()
         )
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, name=name)
+        self.conv1d = ConvWeight(self.conv1d.weight)
         self.cp_mode = cp_mode
         self.sections = Sections(
             self.num_k_heads_local_tp, self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim
@@ -160,7 +178,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         """Convolution and rule on rows: [R, s, C], [R, s, 2H] to [R, s, H, V]."""
         rows, sections = cp.rows(plan), cp.sections()
         halo = cp.halo(qkv, self.conv_kernel_dim - 1, plan)
-        weight = cp.conv_weight(self.conv1d.weight.squeeze(1))
+        weight = cp.conv_weight(self.conv1d())
         norm_dims = (sections.key_dim, sections.key_dim, None)
         q, k, v = causal_conv1d_silu(qkv, weight, rows, halo, sizes=sections.sizes[:3], norm_dims=norm_dims)
         b, a = ba.split(sections.sizes[3:], dim=-1)
@@ -179,11 +197,8 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
 
     def _gated_norm(self, out: Tensor, z: Tensor) -> Tensor:
         """rmsnorm(out) * silu(z) per value head, [s, B, H*V]."""
-        weight, norm = self.out_norm.weight, self.out_norm
-        if self.tp_size > 1 and not self.config.sequence_parallel:
-            # Each TP rank normalises other heads with the same weight, and the host sums such
-            # gradients only under sequence parallelism.
-            weight = copy_to_tensor_model_parallel_region(weight, group=self.pg_collection.tp)
-        shape = (-1, self.value_head_dim)
-        heads, gate = out.unflatten(-1, shape), z.unflatten(-1, shape)
-        return gated_rms_norm(heads, gate, weight, norm.eps, norm.zero_centered).flatten(-2)
+        # Each TP rank normalises other heads with the same weight, and the host sums such gradients only
+        # under sequence parallelism.
+        unsummed = self.tp_size > 1 and not self.config.sequence_parallel
+        heads, gate = (x.unflatten(-1, (-1, self.value_head_dim)) for x in (out, z))
+        return self.out_norm(heads, gate, self.pg_collection.tp if unsummed else None).flatten(-2)

@@ -34,7 +34,7 @@ from megatron_gdn.experts import GroupedMLP
 from megatron_gdn.gated_delta_net import GatedDeltaNet
 from megatron_gdn.moe_layer import moe_layer_spec
 from megatron_gdn.multi_token_prediction import MultiTokenPredictionLayer
-from megatron_gdn.norms import Float32RMSNorm, RMSNorm
+from megatron_gdn.norms import GatedRMSNorm, RMSNorm
 
 
 class LocalBackend(LocalSpecProvider):
@@ -153,7 +153,7 @@ def _gated_delta_net_spec(backend: BackendSpecProvider, cp_mode: str) -> ModuleS
         params={"cp_mode": cp_mode},
         submodules=GatedDeltaNetSubmodules(
             in_proj=_column_linear(backend),
-            out_norm=Float32RMSNorm,
+            out_norm=GatedRMSNorm,
             out_proj=backend.row_parallel_linear(),
         ),
         metainfo={"input_linear": "in_proj"},

@@ -8,6 +8,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe import moe_layer as host
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -113,6 +114,24 @@ class Router(TopKRouter):
         return router_logits(input, self.weight)
 
 
+class SharedExpert(SharedExpertMLP):
+    """The host's shared expert, called as a module also where it overlaps with the dispatcher.
+
+    The host calls its parts then, and reads the gate's weight without having waited for it
+    (`--overlap-param-gather`): it may be that of the step before.
+    """
+
+    def forward(self, hidden_states: Tensor, *, first_part: bool = False, **options) -> Tensor | None:
+        """The whole, [s, B, hidden]; or what comes before communication, kept for the parts that follow."""
+        if first_part:
+            return super().pre_forward_comm(hidden_states, **options)
+        return super().forward(hidden_states)
+
+    def pre_forward_comm(self, hidden_states: Tensor, **options) -> None:
+        """The first part, by a call of the module."""
+        self(hidden_states, first_part=True, **options)
+
+
 class MoELayer(host.MoELayer):
     """The host's MoE layer with our dispatcher where it applies.
 
@@ -150,4 +169,8 @@ def moe_layer_spec(config, backend: BackendSpecProvider, local: bool) -> partial
     )
     if not local:
         return spec
-    return partial(MoELayer, submodules=dataclasses.replace(spec.keywords["submodules"], router=Router))
+    submodules = dataclasses.replace(spec.keywords["submodules"], router=Router)
+    if not config.use_grouped_gemm_for_shared_expert:  # the host says what that needs
+        mlp = submodules.shared_experts.keywords["submodules"]
+        submodules = dataclasses.replace(submodules, shared_experts=partial(SharedExpert, submodules=mlp))
+    return partial(MoELayer, submodules=submodules)

@@ -1,10 +1,12 @@
 """RMSNorm modules that megatron-core's local backend lacks."""
 
 import torch
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_gdn.float32 import Float32Parameters
-from megatron_gdn.ops.norms import rms_norm
+from megatron_gdn.ops.norms import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -44,3 +46,26 @@ class Float32RMSNorm(Float32Parameters, RMSNorm):
     def weight_dtype(self, config) -> torch.dtype:
         """fp32, whatever the model's."""
         return torch.float32
+
+
+class GatedRMSNorm(Float32RMSNorm):
+    """The norm of each head of a GatedDeltaNet's output, times silu of a gate."""
+
+    def forward(self, x: Tensor, gate: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
+        """rmsnorm(x) * silu(gate).
+
+        Args:
+            x: [..., heads, V], any floating dtype.
+            gate: as x.
+            tp_group: ranks that normalise other heads with the same weight, if they are to sum its gradient
+                here; None if there are none, or the host sums it (as it does under sequence parallelism).
+
+        Returns:
+            [..., heads, V] in x's dtype.
+
+        Communication: with `tp_group`, an all-reduce of the weight's gradient in backward.
+        """
+        weight = self.weight
+        if tp_group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, group=tp_group)
+        return gated_rms_norm(x, gate, weight, self.eps, self.zero_centered)

@@ -88,6 +88,20 @@ def test_recompute_changes_nothing(run, data, tmp_path):
     assert_same(train(data, tmp_path, "chunkwise", 2, **flags), losses(run("headwise", 1)))
 
 
+def test_parameters_are_whole_when_they_are_read(data, tmp_path):
+    """Gathered while earlier layers run, in buckets with borders inside layers: nothing is read too early.
+
+    A learning rate at which the weights of the step before give another loss.
+    """
+    # The host cannot save an optimizer whose buckets are as small as these.
+    flags = {"use_distributed_optimizer": True, "lr": 1e-2, "no_save_optim": True}
+    overlap = flags | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    wanted = train(data, tmp_path / "together", "chunkwise", 2, **flags)
+    for size in (1, 18_000):
+        found = train(data, tmp_path / str(size), "chunkwise", 2, **overlap, ddp_bucket_size=size)
+        assert_same(found, wanted)
+
+
 def test_bf16_keeps_float32_parameters(data, tmp_path):
     found = train(data, tmp_path, "chunkwise", 2, bf16=True, train_iters=2)
     assert found[2] < 6.5
