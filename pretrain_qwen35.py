@@ -1,4 +1,4 @@
-"""Pretrain a Qwen3.5 model with context parallelism; every Megatron flag works.
+"""Pretrain a Qwen3.5 model with context parallelism; Megatron's flags work, or are refused by name.
 
 torchrun --nproc-per-node 2 pretrain_qwen35.py --qwen35-size debug \
     --spec megatron_gdn.layer_specs get_qwen35_headwise_cp_spec \
@@ -50,7 +50,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_gdn import arguments, data_checks, validation
+from megatron_gdn import arguments, data_checks, flag_checks, validation
 from megatron_gdn.checkpoint.huggingface import into_model
 from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
 from megatron_gdn.config import Qwen35Config
@@ -103,17 +103,17 @@ def prepare():
     if args.logging_level is None:  # by itself the host tells of every parameter and every index file
         for part in ("datasets", "distributed", "optimizer", "optimizer_param_scheduler"):
             logging.getLogger(f"megatron.core.{part}").setLevel(logging.WARNING)
-    validation.check_unsupported(args)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
+    flag_checks.check_unsupported(args)
     spec = validation.resolve_spec(args.spec)
-    validation.check_required(args)
+    flag_checks.check_required(args)
     if args.from_hf is not None:
         into_model.check_source(args)
-    validation.check_positive(args)
+    flag_checks.check_positive(args)
     validation.check_schedule(args)
     validation.check_documents(args)
-    validation.check_recompute(args)
+    flag_checks.check_recompute(args)
     validation.check_parallel_sizes(args, spec.gdn_cp_mode)
     validation.check_lengths(
         args,
@@ -133,6 +133,8 @@ def prepare():
         data_checks.check_data(prefixes, check_dataset, vocab_size, args.split)
         data_checks.check_evaluation(args.split, args.eval_iters, len(prefixes))
 
+    if args.save is None:  # where a NaN turns up the host would save and end, and fail for want of a folder
+        args.rerun_mode = "disabled"
     # The host wants 2 x cp to divide the length whatever the layout; it does not ask about this name.
     args.encoder_seq_length, args.seq_length = args.seq_length, None
     validate_args(args)

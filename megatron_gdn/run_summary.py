@@ -46,7 +46,9 @@ def describe(
         f"dp {args.data_parallel_size}",
         "kernels": f"gated delta rule {rule}, attention {core_attention}, layers {args.transformer_impl}, "
         f"{args.params_dtype}",
-        "tokens per step": f"{args.global_batch_size * args.seq_length:,}",
+        "tokens per step": f"{args.global_batch_size * args.seq_length:,}"
+        if args.step_batch_size_schedule is None
+        else f"by --step-batch-size-schedule {args.step_batch_size_schedule}",
     }
     width = max(map(len, rows))
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""])

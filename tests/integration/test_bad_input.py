@@ -52,6 +52,11 @@ CASES = {
     "another norm": (1, {"normalization": "LayerNorm"}, "--normalization LayerNorm.*RMSNorm"),
     "stretched RoPE": (1, {"use-rope-scaling": True}, "--use-rope-scaling is not supported"),
     "attention window": (1, {"window-size": "4,0"}, "--window-size is not supported"),
+    "batch size that grows, said the old way": (
+        1,
+        {"rampup-batch-size": "2 2 8", "train-iters": None, "train-samples": 16},
+        "--rampup-batch-size 2 2 8 .*--step-batch-size-schedule",
+    ),
     "no layers": (1, {"num-layers": 0}, "--num-layers must be at least 1, got 0"),
     "TransformerEngine that is not there": (
         1,

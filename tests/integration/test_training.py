@@ -102,6 +102,14 @@ def test_parameters_are_whole_when_they_are_read(data, tmp_path):
         assert_same(found, wanted)
 
 
+def test_nan_is_named_where_nothing_is_saved(data, tmp_path):
+    """The error says what happened, and not that there is no folder to save to."""
+    flags = {"data-path": data, "lr": 1e30, "dataloader-inter-document-masking": True}
+    with pytest.raises(AssertionError, match="NaN|nan") as error:
+        pretrain(1, arguments(flags), tmp_path / "output")
+    assert str(error.value).strip().splitlines()[-1].startswith("RuntimeError"), error.value
+
+
 def test_bf16_keeps_float32_parameters(data, tmp_path):
     found = train(data, tmp_path, "chunkwise", 2, bf16=True, train_iters=2)
     assert found[2] < 6.5

@@ -172,82 +172,6 @@ def test_check_evaluation(split, eval_iters, num_datasets, words):
         data_checks.check_evaluation(split, eval_iters, num_datasets)
 
 
-class Flags(SimpleNamespace):
-    """Flags of which all but those given are unset."""
-
-    def __getattr__(self, name):
-        return None
-
-
-QWEN35 = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "softmax_type": "vanilla",
-    "experimental_attention_variant": "gated_delta_net",
-    "transformer_impl": "local",
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer is not supported"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute is not supported"),
-        ({"use_rope_scaling": True}, "--use-rope-scaling is not supported"),
-        ({"dataloader_type": "external"}, "--dataloader-type external"),
-        ({"tokenizer": "byte", "tokenizer_type": "NullTokenizer"}, "--tokenizer-type beside --tokenizer"),
-        ({"normalization": "LayerNorm"}, "--normalization LayerNorm .*use RMSNorm"),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa"),
-    ],
-)
-def test_check_unsupported(changes, words):
-    """What the layers would not obey; several layers of multi-token prediction they do."""
-    validation.check_unsupported(Flags(**QWEN35, mtp_num_layers=2, tokenizer="byte"))
-    with pytest.raises(ValueError, match=words):
-        validation.check_unsupported(Flags(**QWEN35 | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_layers": 0}, "--num-layers must be at least 1, got 0"),
-        ({"linear_attention_freq": 0}, "--linear-attention-freq must be at least 1"),
-        ({"num_experts": 8, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 with experts"),
-    ],
-)
-def test_check_positive(changes, words):
-    """Sizes that the host divides by, and experts under tensor parallelism."""
-    validation.check_positive(Flags(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=True))
-    with pytest.raises(ValueError, match=words):
-        validation.check_positive(Flags(**changes))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "modules moe_act needs"),
-        (
-            {"recompute_activations": True, "recompute_modules": ["mlp", "layernorm"]},
-            "modules layernorm needs",
-        ),
-        (
-            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
-            "modules mlp .*selective.*got full",
-        ),
-        ({"recompute_modules": ["gdn_norm_out"]}, "modules gdn_norm_out .*selective.*got None"),
-    ],
-)
-def test_check_recompute(flags, words, monkeypatch):
-    """Modules for which the host needs TransformerEngine, and modules that it would not read."""
-    monkeypatch.setattr(validation.importlib.util, "find_spec", lambda name: None)
-    validation.check_recompute(Flags(recompute_granularity="full"))
-    validation.check_recompute(
-        Flags(recompute_granularity="selective", recompute_modules=["core_attn", "gdn_norm_out", "mlp"])
-    )
-    with pytest.raises(ValueError, match=words):
-        validation.check_recompute(Flags(**flags))
-
-
 def make_schedule(**changes) -> SimpleNamespace:
     """Flags of a run that is fine, with `changes`."""
     names = (
@@ -339,12 +263,3 @@ def test_resolve_spec_lets_a_broken_module_speak(specs, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         validation.resolve_spec(["broken_specs", "get_qwen35_some_cp_spec"])
-
-
-def test_check_required_names_every_missing_flag():
-    """One line for all of them."""
-    args = SimpleNamespace(
-        seq_length=None, micro_batch_size=1, lr=None, train_iters=None, train_samples=None, skip_train=False
-    )
-    with pytest.raises(ValueError, match=r"--seq-length, --lr, --train-iters \(or --train-samples\) missing"):
-        validation.check_required(args)
