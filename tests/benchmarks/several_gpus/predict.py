@@ -61,7 +61,8 @@ USABLE = 136 * GIB
 
 # Bytes that plain torch reads and writes per token, forward and backward, counted from the code.
 GATED_NORM = 20 * 4 * 4096.0
-EXCHANGE_COPIES = 16 * 2 * 12_352.0
+EXCHANGE_COPIES = 4 * 2 * 2 * 12_352.0
+"""Once before and once after each all-to-all."""
 ROPE_AND_NORMS = 24 * 4 * 4096.0
 TWO_NORMS = 40 * 4 * 2048.0
 """Of a TransformerLayer."""
@@ -145,9 +146,9 @@ def _gdn(case: Case, shape: Shape) -> Prediction:
         moved += EXCHANGE_COPIES
         peak += 4.0 * projected
         sent = 2 * headwise_bytes(sections, t, n)
-        if host:  # it sends the output gate too, and sorts all channels first
+        if host:  # it sends the output gate too, sorts all channels first, and copies more often
             sent += 2 * 2 * values * t * (n - 1) // n
-            moved += EXCHANGE_COPIES / 2
+            moved += EXCHANGE_COPIES * 2
     exposed = sent / LINK + 6 * LATENCY if n > 1 else 0.0
     return Prediction(products + recurrence + t * moved / MEMORY + exposed, exposed, sent, t * peak)
 
