@@ -5,6 +5,7 @@ collective.
 """
 
 import importlib.util
+import re
 from typing import Any
 
 
@@ -54,6 +55,13 @@ def check_unsupported(args: Any) -> None:
         "--apply-residual-connection-post-layernorm": args.apply_residual_connection_post_layernorm,
         "--dataloader-type external": args.dataloader_type == "external",
         "--tokenizer-type beside --tokenizer": args.tokenizer and args.tokenizer_type,
+        # The host reads these only where it builds its own model.
+        "--freeze-all-layers": args.freeze_all_layers,
+        "--create-all-gather-group": args.create_all_gather_group,
+        "--fp16-lm-cross-entropy": args.fp16_lm_cross_entropy,
+        "--moe-mlp-glu-interleave-size": args.moe_mlp_glu_interleave_size,
+        "--moe-shared-expert-glu-interleave-size": args.moe_shared_expert_glu_interleave_size,
+        "--init-method-xavier-uniform": args.init_method_xavier_uniform,
         # The host's evaluation fails with the first alone, and does not end with both.
         "--full-validation": args.full_validation,
         "--multiple-validation-sets": args.multiple_validation_sets,
@@ -67,6 +75,13 @@ def check_unsupported(args: Any) -> None:
         raise ValueError(
             f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))} is ignored by megatron-core "
             "0.19; use --step-batch-size-schedule."
+        )
+    layout = args.pipeline_model_parallel_layout
+    if args.mtp_num_layers and isinstance(layout, str) and re.search(r"m[^L]*\|", layout):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {layout}: with multi-token prediction in a stage before the "
+            "loss gradients of embedding and output layer would be summed wrongly; put m and L into one "
+            "stage, as in Et*3|t*3|t*2mL."
         )
     only = {
         "normalization": "RMSNorm",

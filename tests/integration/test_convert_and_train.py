@@ -3,6 +3,7 @@
 Every run is `pretrain_qwen35.py` with its ranks forked from here; it saves at once what it has loaded.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,26 @@ def test_loads_at_any_sizes_and_comes_back_the_same(case, tmp_path, monkeypatch)
     same = {name for name in want if torch.equal(trained[name], want[name])}
     outside = {name for name in want if name.startswith("model.visual.")}
     assert outside <= same and len(same) < len(want) / 2
+
+
+def test_other_functions_of_the_same_weights_are_refused(tmp_path, monkeypatch, capsys):
+    """What config.json cannot say, or says otherwise: transformers would run it wrongly."""
+    save_model(folder=tmp_path / "hf", kind="moe")
+    monkeypatch.setitem(SIZES, "debug", read_model(read_folder(tmp_path / "hf").config))
+    assert main(to_megatron_flags(tmp_path)) == 0
+    train(tmp_path, 1, **{"bf16": True, "moe-router-topk-scaling-factor": 2.0})
+    flags = ["convert", "--from-megatron", str(tmp_path / "run" / "save"), "--to-hf", str(tmp_path / "back")]
+    for like in ([], ["--like", str(tmp_path / "hf")]):
+        assert main([*flags, *like]) != 0
+        assert "trained with --moe-router-topk-scaling-factor 2.0, but" in capsys.readouterr().err
+
+    other = tmp_path / "other"
+    save_model(folder=other, kind="moe")
+    config = json.loads((other / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["rms_norm_eps"] = 1e-2
+    (other / "config.json").write_text(json.dumps(config))
+    flags[2] = str(tmp_path / "run" / "loaded")
+    assert main([*flags, "--like", str(other)]) != 0
+    assert "trained with --layernorm-epsilon 1e-06, but" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()

@@ -88,6 +88,10 @@ REFUSED = {
         {"hidden-size": 128},
         r"--hidden-size is 128, but .*config.json says 64; leave the flag out",
     ),
+    "a router of another function": (
+        {"moe-router-score-function": "sigmoid"},
+        r"--moe-router-score-function is sigmoid, but .*config.json says softmax; leave the flag out",
+    ),
     "other RoPE": ({"rotary-base": 5}, r"--rotary-base is 5, but .*config.json says 10000"),
     "two sizes": (
         {"qwen35-size": "debug"},

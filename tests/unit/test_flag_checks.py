@@ -34,6 +34,15 @@ QWEN35 = {
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm .*use RMSNorm"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa"),
         ({"rampup_batch_size": ["2", "2", "8"]}, "--rampup-batch-size 2 2 8 .*--step-batch-size-schedule"),
+        ({"freeze_all_layers": True}, "--freeze-all-layers is not supported"),
+        (
+            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*2|t*2|m|L"},
+            r"layout Et\*2\|t\*2\|m\|L: .*put m and L into one stage",
+        ),
+        (
+            {"mtp_num_layers": 2, "pipeline_model_parallel_layout": "E(t|)*2m|mL"},
+            "put m and L into one stage",
+        ),
         ({"check_for_spiky_loss": True}, "--check-for-spiky-loss is not supported"),
         ({"full_validation": True}, "--full-validation is not supported"),
         ({"multiple_validation_sets": True}, "--multiple-validation-sets is not supported"),
@@ -41,7 +50,8 @@ QWEN35 = {
 )
 def test_check_unsupported(changes, words):
     """What the layers would not obey; several layers of multi-token prediction they do."""
-    flag_checks.check_unsupported(Flags(**QWEN35, mtp_num_layers=2, tokenizer="byte"))
+    fine = {"mtp_num_layers": 2, "pipeline_model_parallel_layout": "Et*2|t*2mmL"}
+    flag_checks.check_unsupported(Flags(**QWEN35, **fine, tokenizer="byte"))
     with pytest.raises(ValueError, match=words):
         flag_checks.check_unsupported(Flags(**QWEN35 | changes))
 

@@ -3,11 +3,12 @@
 Source of the fields: transformers 5.24, `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig`, `Qwen3NextConfig`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 
-from megatron_gdn.config import EVERY_MOE, EVERY_SIZE, Model, Qwen35Config
+from megatron_gdn.config import EVERY_MOE, EVERY_SIZE, Model, Qwen35Config, model_arguments
 
 DENSE, MOE, NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 MODEL_TYPES = {DENSE, MOE, NEXT, "qwen3_5", "qwen3_5_moe"}
@@ -40,6 +41,24 @@ _ONLY = {
     "use_sliding_window": False,
 }
 """Fields with one value that our layers have; any may be absent, which means that value."""
+_OF_TRAINING = {
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "max_position_embeddings",
+    "moe_aux_loss_coeff",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
+}
+"""Arguments of a model that say how it is trained; a flag may change them."""
+_NOT_IN_CONFIG = {
+    "moe_router_pre_softmax": (False,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_scaling_factor": (1.0, None),
+    "use_mup": (False,),
+}
+"""Arguments that would make another function of the same weights, and their values that do not."""
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +171,24 @@ def read_arguments(arguments: dict[str, Any]) -> Model:
         tied=not arguments["untie_embeddings_and_output_weights"],
         max_position_embeddings=arguments["max_position_embeddings"],
     )
+
+
+def changed_settings(arguments: dict[str, Any], model: Model) -> Iterator[tuple[str, Any, Any]]:
+    """Where arguments make another function of the same weights than a model that config.json describes.
+
+    Args:
+        arguments: Megatron's, of a run or stored in a checkpoint; what is not there is not looked at.
+        model: from config.json.
+
+    Yields:
+        (name, value in `arguments`, value of the model).
+    """
+    for name, value in model_arguments(model).items():
+        if name not in _OF_TRAINING and arguments.get(name, value) != value:
+            yield name, arguments[name], value
+    for name, values in _NOT_IN_CONFIG.items():
+        if arguments.get(name, values[0]) not in values:
+            yield name, arguments[name], values[0]
 
 
 def write_config(model: Model, dtype: str, mtp_layers: int) -> dict[str, Any]:

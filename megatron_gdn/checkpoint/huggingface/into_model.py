@@ -11,23 +11,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor, nn
 
-from megatron_gdn.checkpoint.huggingface.config_json import read_model
+from megatron_gdn.checkpoint.huggingface.config_json import changed_settings, read_model
 from megatron_gdn.checkpoint.huggingface.folder import read_folder
 from megatron_gdn.checkpoint.huggingface.table import Rows, Shape
 from megatron_gdn.checkpoint.huggingface.to_megatron import Source
-from megatron_gdn.config import Model, model_arguments
+from megatron_gdn.config import Model
 
-_OF_TRAINING = {
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "max_position_embeddings",
-    "moe_aux_loss_coeff",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_token_dispatcher_type",
-}
-"""Arguments of a model that say how it is trained; a flag may change them."""
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows are padded, to a number that depends on the run."""
 
@@ -68,13 +57,11 @@ def check_source(args: Namespace) -> None:
     for flag, value in refused.items():
         if value:
             raise ValueError(f"{flag} does not go with --from-hf; leave one of them out.")
-    for name, value in model_arguments(model_of(path)).items():
-        got = getattr(args, name)
-        if got != value and name not in _OF_TRAINING:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {got}, but {path / 'config.json'} says {value}; "
-                "leave the flag out."
-            )
+    for name, got, value in changed_settings(vars(args), model_of(path)):
+        raise ValueError(
+            f"--{name.replace('_', '-')} is {got}, but {path / 'config.json'} says {value}; leave the flag "
+            "out."
+        )
     held, wanted = source_of(args).dialect.mtp_layers, args.mtp_num_layers or 0
     if held != wanted:
         raise ValueError(

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gdn.checkpoint.huggingface import jobs
 from megatron_gdn.checkpoint.huggingface.config_json import (
+    changed_settings,
     read_arguments,
     read_model,
     text_config,
@@ -105,7 +107,7 @@ class Export:
             entries = {key: entry for key, entry in entries.items() if not key.startswith("mtp.")}
             mtp_layers = 0
         if self.origin is None:
-            self.model = read_arguments(vars(self.reader.common_state().get("args") or object()))
+            self.model = read_arguments(self._arguments())
             dialect = Dialect(mtp_layers=mtp_layers)
         else:
             self.model = read_model(self.origin.config)
@@ -121,8 +123,24 @@ class Export:
         for key, entry in entries.items():
             if entry.properties.dtype not in NAMES:
                 raise ValueError(f"{self.checkpoint}: {key} is {entry.properties.dtype}, which is no weight.")
+        self._check_settings()
         self.outside: list[str] = []
         self.tensors = self._new_tensors() if self.origin is None else self._tensors_like(dialect, drop_mtp)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Of the run that saved the checkpoint; none in one that was converted."""
+        stored = self.reader.common_state().get("args")
+        return {} if stored is None else vars(stored)
+
+    def _check_settings(self) -> None:
+        """Refuse a checkpoint whose weights were trained for another function than config.json describes."""
+        for name, got, value in changed_settings(self._arguments(), self.model):
+            says = f"{self.origin.path / 'config.json'} says {value}" if self.origin else "config.json cannot"
+            raise ValueError(
+                f"{self.checkpoint} was trained with --{name.replace('_', '-')} {got}, but {says}: "
+                "transformers would compute something else. --like names a folder that says the same, if "
+                "there is one."
+            )
 
     def _model_entries(self) -> dict:
         """The model's tensors; those of the optimizer are left alone."""

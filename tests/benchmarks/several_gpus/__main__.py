@@ -110,6 +110,7 @@ def main(arguments: list[str]) -> int:
         _dynamo.config.patch(disable=bool(args.cpu)),
     ):
         folder = args.out or (Path(nowhere) if args.cpu else RESULTS)
+        folder.mkdir(parents=True, exist_ok=True)
         figures, bad = Figures(folder / "several_gpus.json"), []
         most = args.cpu or max(there, MOST_GPUS)
         names = {n: list(parity.checks(n, *parity.arguments(launcher))) for n in gpu_counts(most)}
