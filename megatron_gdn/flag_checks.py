@@ -58,9 +58,12 @@ def check_unsupported(args: Any) -> None:
         # The host reads these only where it builds its own model.
         "--freeze-all-layers": args.freeze_all_layers,
         "--create-all-gather-group": args.create_all_gather_group,
+        # Our loss is computed in fp32 always.
         "--fp16-lm-cross-entropy": args.fp16_lm_cross_entropy,
+        # Read by TransformerEngine's experts only.
         "--moe-mlp-glu-interleave-size": args.moe_mlp_glu_interleave_size,
         "--moe-shared-expert-glu-interleave-size": args.moe_shared_expert_glu_interleave_size,
+        # The host cannot build a config with it.
         "--init-method-xavier-uniform": args.init_method_xavier_uniform,
         # The host's evaluation fails with the first alone, and does not end with both.
         "--full-validation": args.full_validation,

@@ -190,12 +190,7 @@ def measure(function: Callable[..., Tensor], inputs: list[Tensor]) -> Times:
             function(*inputs)
 
     both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return Times(milliseconds(forward), milliseconds(both), peak)
+    return Times(milliseconds(forward), milliseconds(both), runs.peak_gib(both) * 1024)
 
 
 def gates_made(inputs: list[Tensor]) -> list[Tensor]:
@@ -207,7 +202,7 @@ def gates_made(inputs: list[Tensor]) -> list[Tensor]:
 
 def check_same(name: str, got: Tensor, want: Tensor) -> None:
     """Refuse to compare the speed of different results."""
-    error = ((got - want).float().norm() / want.float().norm()).item()
+    error = runs.relative_error(got, want)
     if not error <= 1e-2:
         raise RuntimeError(f"{name} differs from FlashQLA by {error:.1e}")
 
@@ -313,8 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in rows_of(results, tokens, ceilings.terabytes * 1e9):
                 report.row(*row)
             missed += missed_limits(results, where)
-    report.text(*(f"- {line}" for line in missed or ["every limit is kept"]))
-    return int(bool(missed))
+    return report.verdict(missed, "every limit is kept")
 
 
 if __name__ == "__main__":

@@ -136,11 +136,6 @@ def floor_parts(layer: torch.nn.Module, tokens: int, ceilings: runs.Ceilings) ->
     return 6 * tokens * weights / ceilings.tflops / 1e9, 2 * tokens * channels / ceilings.terabytes / 1e9
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm."""
-    return ((got.float() - want.float()).norm() / want.float().norm()).item()
-
-
 def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups) -> list[str]:
     """Ours, the host's and the plain layer on dense and packed streams; returns the bounds missed."""
     tokens = 256 if tiny else TOKENS
@@ -186,7 +181,7 @@ def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups
             report.row(f"{name}, {kind}", *figures, *counts[name])
         report.row(f"floor, {kind}", f"{floor:.2f}", "", "1", "", "", "", "")
         for name, output in outputs.items():
-            if (error := relative_error(output, outputs["ours, CP 1"])) > SAME:
+            if (error := runs.relative_error(output, outputs["ours, CP 1"])) > SAME:
                 raise RuntimeError(f"{name}, {kind}: output differs from ours by {error:.1e}")
         missed += missed_bounds(kind, times, counts, floor)
     return missed
@@ -247,10 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with runs.one_rank() as groups:
         missed = measure(report, arguments.tiny, ceilings, groups)
-    report.text(*(f"- {line}" for line in missed or ["every bound is kept"]))
+    status = report.verdict(missed)
     runs.empty_cache()
     measure_shares(report, arguments.tiny)
-    return int(bool(missed))
+    return status
 
 
 if __name__ == "__main__":

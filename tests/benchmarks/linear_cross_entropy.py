@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_c
 from torch import Tensor
 
 from megatron_gdn.output_layer import OutputLayer
-from tests.benchmarks.gdn_layer import relative_error
 
 TOKENS, HIDDEN, VOCAB = 32_768, 2048, 248_320
 TIMES = 1.1
@@ -86,7 +85,7 @@ def measure(report: runs.LiveReport, sizes: tuple[int, int, int], tflops: float,
         report.row(name, *(f"{x:.1f}" for x in figures[:2]), *(f"{x:.2f}" for x in figures[2:]))
     for name, grads in results.items():
         for got, want in zip(grads, results["host"], strict=True):
-            if not (error := relative_error(got, want)) < SAME:
+            if not (error := runs.relative_error(got, want)) < SAME:
                 raise RuntimeError(f"the gradients of {name} differ from the host's by {error:.1e}")
     return missed_bounds(times, peaks)
 
@@ -122,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with runs.one_rank() as groups:
         missed = measure(report, sizes, ceilings.tflops, groups)
-    report.text(*(f"- {line}" for line in missed or ["both bounds are kept, gradients are the host's"]))
-    return int(bool(missed))
+    return report.verdict(missed, "both bounds are kept, gradients are the host's")
 
 
 if __name__ == "__main__":

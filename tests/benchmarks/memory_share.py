@@ -116,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             if ratio > SLACK or constant > figures[0] / CP_SIZES[-1]:
                 missed.append(f"{name}, {what}: does not fall as 1/CP and a small constant")
-    report.text(*(f"- {each}" for each in missed or ["every share falls as 1/CP and a constant"]))
-    return int(bool(missed))
+    return report.verdict(missed, "every share falls as 1/CP and a constant")
 
 
 if __name__ == "__main__":

@@ -154,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with runs.one_rank() as groups:
         missed = measure(report, arguments.tiny, ceilings.tflops, groups)
-    report.text(*(f"- {line}" for line in missed or ["both bounds are kept"]))
-    return int(bool(missed))
+    return report.verdict(missed, "both bounds are kept")
 
 
 if __name__ == "__main__":

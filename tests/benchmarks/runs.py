@@ -100,6 +100,11 @@ def peak_gib(function: Callable[[], object]) -> float:
     return gpu.peak_gib(function)
 
 
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm, in fp32."""
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
 def saved_gib(forward: Callable[[], object]) -> float:
     """Memory that a forward keeps for its backward, GiB, parameters and leaves left out.
 
@@ -237,6 +242,11 @@ class LiveReport:
     def text(self, *lines: str) -> None:
         """Add text below what is there."""
         self._add("", *lines)
+
+    def verdict(self, missed: Sequence[str], kept: str = "every bound is kept") -> int:
+        """Write what was missed, or `kept`; the exit status."""
+        self.text(*(f"- {line}" for line in missed or [kept]))
+        return int(bool(missed))
 
     def _add(self, *lines: str) -> None:
         self._lines += lines

@@ -326,8 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.empty_cache()
     missed = tables(report, arguments.tiny, ceilings)
     missed += sync_table(report, arguments.tiny)
-    report.text(*(f"- {line}" for line in missed or ["every bound is kept"]))
-    return int(bool(missed))
+    return report.verdict(missed)
 
 
 if __name__ == "__main__":
