@@ -114,6 +114,7 @@ def prepare():
     validation.check_schedule(args)
     validation.check_documents(args)
     flag_checks.check_recompute(args)
+    flag_checks.check_optimizer(args)
     validation.check_parallel_sizes(args, spec.gdn_cp_mode)
     validation.check_lengths(
         args,

@@ -63,6 +63,7 @@ def check_unsupported(args: Any) -> None:
         # Read by TransformerEngine's experts only.
         "--moe-mlp-glu-interleave-size": args.moe_mlp_glu_interleave_size,
         "--moe-shared-expert-glu-interleave-size": args.moe_shared_expert_glu_interleave_size,
+        "--moe-latent-size": args.moe_latent_size,
         # The host cannot build a config with it.
         "--init-method-xavier-uniform": args.init_method_xavier_uniform,
         # The host's evaluation fails with the first alone, and does not end with both.
@@ -126,6 +127,38 @@ def check_recompute(args: Any) -> None:
         raise ValueError(
             f"--recompute-modules {' '.join(needs)} needs TransformerEngine, which is not installed; install "
             "it, or use core_attn, gdn_norm_out, mlp, moe, shared_experts, or --recompute-granularity full."
+        )
+    if (
+        args.mtp_num_layers
+        and granularity == "full"
+        and args.recompute_method == "uniform"
+        and args.recompute_num_layers not in (None, 1)
+    ):
+        raise ValueError(
+            f"--recompute-num-layers {args.recompute_num_layers} with multi-token prediction must be 1 for "
+            "--recompute-method uniform; set it so."
+        )
+
+
+def check_optimizer(args: Any) -> None:
+    """Refuse optimizers of matrices where the weights are not matrices, and those that are not installed.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    name = args.optimizer.removeprefix("dist_")
+    if name in ("adam", "sgd"):
+        return
+    if not importlib.util.find_spec("emerging_optimizers"):
+        raise ValueError(
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers, which is not installed; "
+            "install it, or use --optimizer adam."
+        )
+    if name != "lion" and args.num_experts and args.transformer_impl == "local":
+        raise ValueError(
+            f"--optimizer {args.optimizer} with --num-experts {args.num_experts}: the experts of a rank are "
+            "one tensor, whose matrices the optimizer would not see, and would leave to Adam; use "
+            "--optimizer adam or lion."
         )
 
 

@@ -31,6 +31,11 @@ def edit_config(folder: Path, **fields) -> None:
     (folder / "config.json").write_text(json.dumps(config | fields))
 
 
+EXPERTS = {
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 A_PROJ = "model.layers.1.linear_attn.in_proj_a.weight"
 
 
@@ -66,6 +71,11 @@ BAD = {
     ),
     "other_model": (lambda f: edit_config(f, model_type="llama"), "model_type 'llama' is unknown"),
     "bias": (lambda f: edit_config(f, attention_bias=True), "attention_bias True is not supported"),
+    "text": (lambda f: edit_config(f, hidden_size="64"), "hidden_size is '64', no number"),
+    "more_used_than_there": (
+        lambda f: edit_config(f, **EXPERTS | {"num_experts": 2}),
+        "num_experts_per_tok 4 is more than num_experts 2",
+    ),
     "rope": (lambda f: edit_config(f, rope_parameters={"rope_type": "yarn"}), "RoPE of type 'yarn'"),
     "tied": (
         lambda f: edit_config(f, tie_word_embeddings=True),

@@ -44,6 +44,7 @@ QWEN35 = {
             "put m and L into one stage",
         ),
         ({"check_for_spiky_loss": True}, "--check-for-spiky-loss is not supported"),
+        ({"moe_latent_size": 64}, "--moe-latent-size is not supported"),
         ({"full_validation": True}, "--full-validation is not supported"),
         ({"multiple_validation_sets": True}, "--multiple-validation-sets is not supported"),
     ],
@@ -71,6 +72,9 @@ def test_check_positive(changes, words):
         flag_checks.check_positive(Flags(**changes))
 
 
+UNIFORM = {"recompute_method": "uniform", "recompute_num_layers": 2}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -84,17 +88,40 @@ def test_check_positive(changes, words):
             "modules mlp .*selective.*got full",
         ),
         ({"recompute_modules": ["gdn_norm_out"]}, "modules gdn_norm_out .*selective.*got None"),
+        (
+            {"recompute_granularity": "full", **UNIFORM, "mtp_num_layers": 1},
+            "--recompute-num-layers 2 with multi-token prediction must be 1",
+        ),
     ],
 )
 def test_check_recompute(flags, words, monkeypatch):
     """Modules for which the host needs TransformerEngine, and modules that it would not read."""
     monkeypatch.setattr(flag_checks.importlib.util, "find_spec", lambda name: None)
-    flag_checks.check_recompute(Flags(recompute_granularity="full"))
+    flag_checks.check_recompute(Flags(recompute_granularity="full", **UNIFORM))
     flag_checks.check_recompute(
         Flags(recompute_granularity="selective", recompute_modules=["core_attn", "gdn_norm_out", "mlp"])
     )
     with pytest.raises(ValueError, match=words):
         flag_checks.check_recompute(Flags(**flags))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "installed", "words"),
+    [
+        ("muon", True, "--optimizer muon with --num-experts 8: .*one tensor"),
+        ("dist_muon", True, "--optimizer dist_muon with --num-experts 8"),
+        ("lion", False, "--optimizer lion needs the package emerging-optimizers"),
+    ],
+)
+def test_check_optimizer(optimizer, installed, words, monkeypatch):
+    """Those that see matrices only would leave experts to Adam without a word."""
+    monkeypatch.setattr(flag_checks.importlib.util, "find_spec", lambda name: installed or None)
+    flag_checks.check_optimizer(Flags(optimizer="adam", num_experts=8))
+    if installed:
+        flag_checks.check_optimizer(Flags(optimizer="muon", transformer_impl="local"))
+        flag_checks.check_optimizer(Flags(optimizer="lion", num_experts=8))
+    with pytest.raises(ValueError, match=words):
+        flag_checks.check_optimizer(Flags(optimizer=optimizer, num_experts=8, transformer_impl="local"))
 
 
 def test_check_required_names_every_missing_flag():

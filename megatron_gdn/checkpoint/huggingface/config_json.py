@@ -91,6 +91,11 @@ def read_model(config: dict[str, Any]) -> Model:
     fields |= {ours: text[theirs] for theirs, ours in _OPTIONAL.items() if theirs in text}
     if moe:
         fields |= EVERY_MOE | {ours: _get(text, theirs) for theirs, ours in _RENAMED_MOE.items()}
+        if text["num_experts_per_tok"] > text["num_experts"]:
+            raise ValueError(
+                f"config.json: num_experts_per_tok {text['num_experts_per_tok']} is more than num_experts "
+                f"{text['num_experts']}; copy the file from the model's own folder again."
+            )
         fields["moe_layer_freq"] = _moe_freq(text)
         fields["moe_aux_loss_coeff"] = text.get("router_aux_loss_coef", EVERY_MOE["moe_aux_loss_coeff"])
     width = "moe_intermediate_size" if moe and "intermediate_size" not in text else "intermediate_size"
@@ -103,10 +108,12 @@ def read_model(config: dict[str, Any]) -> Model:
     )
 
 
-def _get(text: dict[str, Any], name: str):
-    if text.get(name) is None:
-        raise ValueError(f"config.json: {name} is missing; copy the file from the model's own folder again.")
-    return text[name]
+def _get(text: dict[str, Any], name: str) -> int | float:
+    value = text.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        got = "is missing" if value is None else f"is {value!r}, no number"
+        raise ValueError(f"config.json: {name} {got}; copy the file from the model's own folder again.")
+    return value
 
 
 def _rope(text: dict[str, Any]) -> dict[str, float]:
