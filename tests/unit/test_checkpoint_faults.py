@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_gdn import cpu
+from megatron_gdn import optimizer as optimizer_module
 from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
 from tests.helpers.distributed import make_groups, run_ranks
 
@@ -135,6 +136,7 @@ def resume(
     without: str = "",
     dtype: str = "fp32",
     experts: tuple[bool, bool] = (False, False),
+    fused: bool = False,
 ) -> str:
     """What comes of going on from a checkpoint: "equal" (bit for bit), "different" or the error.
 
@@ -146,9 +148,12 @@ def resume(
         without: host's class and method that keeps the host's behaviour.
         dtype: of the model, see `build`.
         experts: whether experts have an optimizer of their own when saving, and when loading.
+        fused: whether Adam runs as on a GPU.
     """
-
     repair_all_but(without)
+    if fused:
+        optimizer_module._on_gpu = bool
+        optimizer_module.fuse_adam()
     with make_groups():
         kind = {"distributed": sharding is not None, "dtype": dtype}
         model, optimizer = build(**kind, experts=experts[0])
@@ -176,9 +181,10 @@ def outcome(*args, **kwargs) -> str:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sharding", [FULL, BUCKETS, None])
-def test_resume_is_exact(tmp_path, sharding, dtype):
+@pytest.mark.parametrize("fused", [False, True])
+def test_resume_is_exact(tmp_path, sharding, dtype, fused):
     """With the repairs a resumed run takes the step that the uninterrupted run takes, bit for bit."""
-    assert outcome(tmp_path, sharding, dtype=dtype) == "equal"
+    assert outcome(tmp_path, sharding, dtype=dtype, fused=fused) == "equal"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""torch's Adam on its fused kernel: what it computes, and what a checkpoint may say of kernels."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_gdn import optimizer as fused
+
+SHAPES = ((5, 7), (11,), ())
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if all parameters were on a GPU."""
+    monkeypatch.setattr(fused, "_on_gpu", bool)
+
+
+@contextmanager
+def fused_adam():
+    """With the fused kernel."""
+    handle = fused.fuse_adam()
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    """Steps with gradients that depend on the step only; gives the weights and moments."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        torch.manual_seed(step)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    states = [optimizer.state[weight] for weight in weights]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [x.detach().clone() for x in (*weights, *moments)]
+
+
+def compare(got: list[Tensor], want: list[Tensor]) -> None:
+    """To rounding."""
+    for each, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_computes_what_torch_computes(kind, on_gpu):
+    """Several groups, one of them empty, with weight decay: to rounding, and on the fused kernel."""
+
+    def build() -> torch.optim.Optimizer:
+        first, *rest = parameters()
+        groups = [{"params": [first]}, {"params": rest, "weight_decay": 0.0}, {"params": []}]
+        return kind(groups, lr=0.1, weight_decay=0.3)
+
+    want = train(build(), range(4))
+    optimizer = build()
+    with fused_adam():
+        compare(train(optimizer, range(4)), want)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True, None]
+
+
+def test_goes_on_from_a_state_of_other_kernels(on_gpu):
+    """A checkpoint of unfused steps says so in its groups; the run goes on fused all the same."""
+    first, truth = torch.optim.AdamW(parameters()), torch.optim.AdamW(parameters())
+    train(first, range(2))
+    saved = deepcopy(first.state_dict())
+    want = train(truth, range(4))
+    optimizer = torch.optim.AdamW(parameters())
+    for new, old in zip(optimizer.param_groups[0]["params"], first.param_groups[0]["params"], strict=True):
+        new.data.copy_(old.data)
+    optimizer.load_state_dict(saved)
+    assert not optimizer.param_groups[0]["fused"]
+    with fused_adam():
+        compare(train(optimizer, range(2, 4)), want)
+    assert optimizer.param_groups[0]["fused"]
+
+
+def test_leaves_others_alone(on_gpu):
+    """Other optimizers have no such kernel."""
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    for weight in optimizer.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    with fused_adam():
+        optimizer.step()
+    assert not optimizer.param_groups[0].get("fused")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    """The step count follows the weights, also where it was on the CPU."""
+
+    def build() -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each.detach().cuda().requires_grad_() for each in parameters()])
+
+    want = train(build(), range(4))
+    optimizer = build()
+    assert not all(each.is_cuda for each in train(optimizer, range(2)))
+    with fused_adam():
+        got = train(optimizer, range(2, 4))
+    assert all(each.is_cuda for each in got)
+    compare(got, [each.cuda() for each in want])
