@@ -5,7 +5,7 @@ python -m tests.benchmarks.slice    on a GPU, from the root of the repository; w
 Six GatedDeltaNet and two attention layers with all their experts, embedding, loss and optimizer, on 32,768
 tokens in 8 documents of 4,096: ours as one packed stream; the host, which without TransformerEngine cannot
 pack, as 8 rows, the same work. The host's model is megatron-core's GPT with its GatedDeltaNet, attention, MoE
-layer and norms of the local backend. Where a model does not fit, it gets half the documents, and so on.
+layer and norms of the local backend, on as many documents as fit: 1, 2, 4 or 8.
 
 What fits: a parameter takes 2 bytes, its gradient 4, and the optimizer 12 more. With 256 experts the slice
 has 7.8e9 parameters: 43 GiB without optimizer, 130 with it, which leaves nothing for activations. So there
@@ -41,6 +41,7 @@ from megatron_gdn.config import SIZES, Qwen35Config, count_parameters
 from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
 from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
+from megatron_gdn.optimizer import fuse_adam
 from tests.benchmarks import host_model
 from tests.helpers.distributed import run_ranks
 
@@ -162,6 +163,8 @@ def forward_backward(case: Case, model: DistributedDataParallel, groups) -> Call
 
 def make_optimizer(case: Case, model: DistributedDataParallel, groups):
     """The distributed optimizer of bf16 parameters with fp32 masters, on one rank."""
+    if not case.host:
+        fuse_adam()
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-5,
@@ -201,21 +204,22 @@ class Result:
 
 
 def measure(case: Case, groups) -> Result | None:
-    """Build a model and time it on as many documents as fit in memory; None if not even one does."""
+    """Build a model and time it on as many documents as fit in memory; None if not even one does.
+
+    The host's goes from few documents to many: a forward pass that ran out of memory leaves its tensors in
+    the host's dispatchers, which leaves less for the next.
+    """
     torch.manual_seed(1)
+    result = None
     try:
         model = build(case, groups)
         optimizer = make_optimizer(case, model, groups) if case.optimizer else None
+        for documents in (1, 2, 4, case.documents) if case.host else (case.documents,):
+            result = time_steps(replace(case, documents=documents), model, optimizer, groups)
+            runs.empty_cache()
     except torch.cuda.OutOfMemoryError:
-        return None
-    while case.documents:
-        try:
-            return time_steps(case, model, optimizer, groups)
-        except torch.cuda.OutOfMemoryError:
-            print(f"out of memory with {case.documents} documents: {case}", flush=True)
-        runs.empty_cache()
-        case = replace(case, documents=case.documents // 2)
-    return None
+        print(f"out of memory after {result}: {case}", flush=True)
+    return result
 
 
 def time_steps(case: Case, model: DistributedDataParallel, optimizer, groups) -> Result:
