@@ -104,7 +104,9 @@ def prepare():
     if args.logging_level is None:  # by itself the host tells of every parameter and every index file
         for part in ("datasets", "distributed", "optimizer", "optimizer_param_scheduler"):
             logging.getLogger(f"megatron.core.{part}").setLevel(logging.WARNING)
+    flag_checks.check_tokenizer(args)
     if args.use_checkpoint_args:
+        args.use_tokenizer_model_from_checkpoint_args &= args.tokenizer is None
         load_args_from_checkpoint(args)
     flag_checks.check_unsupported(args)
     spec = validation.resolve_spec(args.spec)
@@ -162,8 +164,9 @@ def _choose_tokenizer(args: argparse.Namespace) -> None:
     args.null_tokenizer_eod_id = tokenizer.eod
     if args.padded_vocab_size is None:
         # The host pads to a multiple of 128 x tp, which changes the model with tp; 128 is often enough.
-        padded = -(-args.vocab_size // args.make_vocab_size_divisible_by) * args.make_vocab_size_divisible_by
-        if padded % args.tensor_model_parallel_size == 0:
+        multiple = args.make_vocab_size_divisible_by if args.pad_vocab_size else 1
+        padded = -(-args.vocab_size // multiple) * multiple
+        if not args.pad_vocab_size or padded % args.tensor_model_parallel_size == 0:
             args.padded_vocab_size = padded
 
 

@@ -65,9 +65,8 @@ def fork_checkpoint_writer() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async.get_write_results_queue = functools.partial(
-        filesystem_async.get_write_results_queue, "fork"
-    )
+    original = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mp_mode="fork": original("fork")
 
 
 def _is_cuda(device: object) -> bool:

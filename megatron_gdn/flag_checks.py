@@ -5,8 +5,14 @@ collective.
 """
 
 import importlib.util
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_gdn.validation import packs_documents
 
 
 def check_required(args: Any) -> None:
@@ -26,67 +32,83 @@ def check_required(args: Any) -> None:
         raise ValueError(f"{', '.join(missing)} missing; no --qwen35-size sets what depends on the run.")
 
 
+_REFUSED = {
+    "is not Qwen3.5's": """
+        activation_func_clamp_value apply_residual_connection_post_layernorm attention_dropout
+        fp32_residual_connection glu_linear_offset hybrid_layer_pattern hybrid_override_pattern
+        is_hybrid_model moe_apply_probs_on_input moe_latent_size mrope_section mtp_hybrid_override_pattern
+        mtp_use_repeated_layer multi_latent_attention no_rope_freq perform_rl_step qk_l2_norm
+        rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling window_size
+        """,
+    "would bypass this script's data": """
+        encoder_seq_length fim_data hierarchical_context_parallel_sizes hybrid_context_parallel sft yaml_cfg
+        """,
+    "is read by megatron-core's own scripts only": """
+        create_all_gather_group freeze_all_layers inprocess_restart logits_load_dir logits_save_dir
+        """,
+    "does nothing here, where layers and loss bring kernels of their own": """
+        cross_entropy_loss_fusion flash_attention_version fp16_lm_cross_entropy fused_residual_rmsnorm
+        moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size use_grouped_gemm_for_dense_mlp
+        use_kitchen_attention use_te_activation_func use_transformer_engine_op_fuser
+        """,
+    "does not work with these layers": """
+        check_for_spiky_loss defer_embedding_wgrad_compute enable_cuda_graph external_cuda_graph
+        fp8_output_proj overlap_moe_expert_parallel_comm use_megatron_fsdp use_torch_fsdp2
+        """,
+    "fails in megatron-core 0.19 itself": """
+        config_logger_dir full_validation init_method_xavier_uniform lazy_mpu_init moe_use_upcycling
+        multiple_validation_sets test_mode
+        """,
+}
+"""Why arguments are refused, whatever their value, if any is given."""
+_NEEDS_TRANSFORMER_ENGINE = """
+    cpu_offloading_num_layers fp4 fp8 moe_router_fusion save_activations_interval save_dgrads_interval
+    save_tokens_per_expert_interval te_precision_config_file tp_comm_overlap
+    use_grouped_gemm_for_shared_expert
+    """
+_OF_HOST_TOKENIZERS = """
+    chat_template merge_file null_tokenizer_eod_id tokenizer_model tokenizer_type trust_remote_code vocab_file
+    """
+_FLAGS = {"fp4": "--fp4-format", "fp8": "--fp8-format"}
+
+
+def _given(args: Any, names: str) -> Iterator[str]:
+    """Flags of those arguments that are set."""
+    for name in names.split():
+        if getattr(args, name):
+            yield _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def check_tokenizer(args: Any) -> None:
+    """Refuse flags of the host's tokenizers beside ours; call it before a checkpoint's arguments are read.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    for flag in _given(args, _OF_HOST_TOKENIZERS if args.tokenizer else ""):
+        raise ValueError(f"{flag} beside --tokenizer {args.tokenizer} has no effect; leave one of them out.")
+
+
 def check_unsupported(args: Any) -> None:
     """Refuse what would bypass this script's data or layers, or be ignored by them.
 
     Raises:
         ValueError: see the messages.
     """
-    refused = {
-        "--yaml-cfg": args.yaml_cfg,
-        "--sft": args.sft,
-        "--fim-data": args.fim_data,
-        "--hybrid-context-parallel": args.hybrid_context_parallel,
-        "--hierarchical-context-parallel-sizes": args.hierarchical_context_parallel_sizes,
-        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
-        "--multi-latent-attention": args.multi_latent_attention,
-        "--perform-rl-step": args.perform_rl_step,
-        "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
-        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
-        # It keeps the gradients of all logits, which our loss never has.
-        "--defer-embedding-wgrad-compute": args.defer_embedding_wgrad_compute,
-        "--fp32-residual-connection": args.fp32_residual_connection,
-        "--use-rope-scaling": args.use_rope_scaling,
-        "--rotary-seq-len-interpolation-factor": args.rotary_seq_len_interpolation_factor,
-        "--rotary-interleaved": args.rotary_interleaved,
-        "--qk-l2-norm": args.qk_l2_norm,
-        "--window-size": args.window_size,
-        "--attention-dropout": args.attention_dropout,
-        "--apply-residual-connection-post-layernorm": args.apply_residual_connection_post_layernorm,
-        "--dataloader-type external": args.dataloader_type == "external",
-        "--tokenizer-type beside --tokenizer": args.tokenizer and args.tokenizer_type,
-        # The host reads these only where it builds its own model.
-        "--freeze-all-layers": args.freeze_all_layers,
-        "--create-all-gather-group": args.create_all_gather_group,
-        # Our loss is computed in fp32 always.
-        "--fp16-lm-cross-entropy": args.fp16_lm_cross_entropy,
-        # Read by TransformerEngine's experts only.
-        "--moe-mlp-glu-interleave-size": args.moe_mlp_glu_interleave_size,
-        "--moe-shared-expert-glu-interleave-size": args.moe_shared_expert_glu_interleave_size,
-        "--moe-latent-size": args.moe_latent_size,
-        # The host cannot build a config with it.
-        "--init-method-xavier-uniform": args.init_method_xavier_uniform,
-        # The host's evaluation fails with the first alone, and does not end with both.
-        "--full-validation": args.full_validation,
-        "--multiple-validation-sets": args.multiple_validation_sets,
-        # It would read the loss on the CPU in every microbatch.
-        "--check-for-spiky-loss": args.check_for_spiky_loss,
-    }
-    for flag, value in refused.items():
-        if value:
-            raise ValueError(f"{flag} is not supported by pretrain_qwen35.py; leave it out.")
-    if args.rampup_batch_size:
+    for reason, names in _REFUSED.items():
+        for flag in _given(args, names):
+            raise ValueError(f"{flag} {reason}; leave it out.")
+    for flag in _given(args, _NEEDS_TRANSFORMER_ENGINE if args.transformer_impl == "local" else ""):
         raise ValueError(
-            f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))} is ignored by megatron-core "
-            "0.19; use --step-batch-size-schedule."
+            f"{flag} needs TransformerEngine; leave it out, or install that and use --transformer-impl "
+            "transformer_engine."
         )
-    layout = args.pipeline_model_parallel_layout
-    if args.mtp_num_layers and isinstance(layout, str) and re.search(r"m[^L]*\|", layout):
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {layout}: with multi-token prediction in a stage before the "
-            "loss gradients of embedding and output layer would be summed wrongly; put m and L into one "
-            "stage, as in Et*3|t*3|t*2mL."
-        )
+    _check_values(args)
+    _check_pairs(args)
+
+
+def _check_values(args: Any) -> None:
+    """Refuse values that Qwen3.5, this script or this machine does not have."""
     only = {
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
@@ -99,10 +121,64 @@ def check_unsupported(args: Any) -> None:
                 f"--{name.replace('_', '-')} {getattr(args, name)} is not Qwen3.5's; use {wanted}, as "
                 "--qwen35-size sets."
             )
+    if args.dataloader_type == "external":
+        raise ValueError("--dataloader-type external would bypass this script's data; use single or cyclic.")
+    if args.attention_backend not in (None, AttnBackend.auto):
+        raise ValueError(
+            f"--attention-backend {args.attention_backend.name} is for the attention of TransformerEngine, "
+            "which is not used; leave it out."
+        )
+    if args.cuda_graph_impl not in (None, "none"):
+        raise ValueError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} cannot record layers that are told a microbatch's "
+            "documents; leave it out."
+        )
     if args.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         raise ValueError(
             "--transformer-impl transformer_engine, but TransformerEngine is not installed; install it, or "
             "use --transformer-impl local."
+        )
+
+
+def _check_pairs(args: Any) -> None:
+    """Refuse flags that go wrong together, or beside something that they need."""
+    if args.rampup_batch_size:
+        raise ValueError(
+            f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))} is ignored by megatron-core "
+            "0.19; use --step-batch-size-schedule."
+        )
+    layout = args.pipeline_model_parallel_layout
+    if args.mtp_num_layers and isinstance(layout, str) and re.search(r"m[^L]*\|", layout):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {layout}: with multi-token prediction in a stage before the "
+            "loss gradients of embedding and output layer would be summed wrongly; put m and L into one "
+            "stage, as in Et*3|t*3|t*2mL."
+        )
+    if args.per_split_data_args_path and args.data_path:
+        raise ValueError(
+            "--per-split-data-args-path beside --data-path would be ignored; leave one of them out."
+        )
+    if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below --vocab-size {args.vocab_size}; raise or "
+            "drop it."
+        )
+    if args.num_experts and args.dump_param_to_param_group_map:
+        raise ValueError(
+            "--dump-param-to-param-group-map cannot name experts that are one tensor on a rank; leave it out."
+        )
+    balancing = args.moe_router_load_balancing_type or ()
+    balancing = [balancing] if isinstance(balancing, str) else balancing
+    if "seq_aux_loss" in balancing and packs_documents(args) and (args.micro_batch_size or 1) > 1:
+        raise ValueError(
+            f"--moe-router-load-balancing-type seq_aux_loss with packed documents and --micro-batch-size "
+            f"{args.micro_batch_size}: the microbatch is one stream, whose samples the loss would not tell "
+            "apart; use --micro-batch-size 1, or aux_loss."
+        )
+    if "sinkhorn" in balancing and args.moe_aux_loss_coeff:
+        raise ValueError(
+            f"--moe-router-load-balancing-type sinkhorn has no auxiliary loss, but --moe-aux-loss-coeff is "
+            f"{args.moe_aux_loss_coeff} (as --qwen35-size sets); add --moe-aux-loss-coeff 0."
         )
 
 
@@ -178,8 +254,25 @@ def check_positive(args: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
     if isinstance(args.linear_attention_freq, int) and args.linear_attention_freq < 1:
         raise ValueError(f"--linear-attention-freq must be at least 1, got {args.linear_attention_freq}.")
+    if args.num_experts:
+        _check_expert_ranks(args)
     if args.num_experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ValueError(
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs "
             "--sequence-parallel; add it."
+        )
+
+
+def _check_expert_ranks(args: Any) -> None:
+    """Refuse a number of ranks that the experts cannot be shared out over."""
+    flags = {
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+    }
+    if args.world_size % math.prod(flags.values()):
+        raise ValueError(
+            f"{' x '.join(f'{flag} {size}' for flag, size in flags.items())} must divide the number of "
+            f"processes, {args.world_size}; lower one of them (without --expert-tensor-parallel-size it is "
+            "--tensor-model-parallel-size), or start more processes."
         )

@@ -143,7 +143,7 @@ def check_lengths(config: Any, *, seq_length: int, micro_batch_sizes: Iterable[i
 
 
 def check_schedule(args: Any) -> None:
-    """Refuse a warm-up as long as the training, and --save that never comes.
+    """Refuse learning rates that rise or fall for too long or too far, and --save that never comes.
 
     Raises:
         ValueError: see the messages.
@@ -156,6 +156,21 @@ def check_schedule(args: Any) -> None:
                 f"--lr-warmup-{unit} {warmup} must be below --lr-decay-{unit} (or --train-{unit}) {total}; "
                 "lower the one or raise the other."
             )
+    fraction, first = args.lr_warmup_fraction, args.lr_warmup_init
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ValueError(f"--lr-warmup-fraction {fraction} must be at least 0 and below 1.")
+    for flag, rate in (("--lr-warmup-init", first), ("--min-lr", args.min_lr)):
+        if rate and rate > args.lr:
+            raise ValueError(f"{flag} {rate} is above --lr {args.lr}; lower the one or raise the other.")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        raise ValueError(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples), the length of the "
+            "decay at the end."
+        )
+    if args.phase_transition_iterations and not args.train_samples:
+        raise ValueError(
+            "--phase-transition-iterations needs --train-samples; use it in place of --train-iters."
+        )
     if args.save is not None and args.save_interval is None:
         raise ValueError(
             "--save needs --save-interval, the iterations between checkpoints; one as large as --train-iters "

@@ -181,8 +181,13 @@ def make_schedule(**changes) -> SimpleNamespace:
         "train_samples",
         "save",
         "save_interval",
+        "lr_warmup_fraction",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+        "phase_transition_iterations",
     )
-    return SimpleNamespace(**dict.fromkeys(names) | {"lr_warmup_iters": 2, "train_iters": 10} | changes)
+    fine = {"lr_warmup_iters": 2, "train_iters": 10, "lr": 0.1, "lr_warmup_init": 0.0, "min_lr": 0.1}
+    return SimpleNamespace(**dict.fromkeys(names) | fine | {"lr_decay_style": "linear"} | changes)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,11 @@ def make_schedule(**changes) -> SimpleNamespace:
     [
         ({"lr_warmup_iters": 10}, "--lr-warmup-iters 10 .*--train-iters. 10"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-warmup-iters 5 .*--lr-decay-iters"),
+        ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be .*below 1"),
+        ({"lr_warmup_init": 0.5}, "--lr-warmup-init 0.5 is above --lr 0.1"),
+        ({"min_lr": 0.2}, "--min-lr 0.2 is above --lr 0.1"),
+        ({"lr_decay_style": "WSD"}, "WSD needs --lr-wsd-decay-iters"),
+        ({"phase_transition_iterations": "2"}, "--phase-transition-iterations needs --train-samples"),
         ({"lr_warmup_samples": 9, "train_samples": 8, "train_iters": None}, "--lr-warmup-samples 9"),
         ({"save": "folder"}, "--save needs --save-interval"),
     ],
