@@ -50,8 +50,8 @@ CASES = {
         r"--data-path nowhere/data: .*\.idx cannot be read",
     ),
     "another norm": (1, {"normalization": "LayerNorm"}, "--normalization LayerNorm.*RMSNorm"),
-    "stretched RoPE": (1, {"use-rope-scaling": True}, "--use-rope-scaling is not supported"),
-    "attention window": (1, {"window-size": "4,0"}, "--window-size is not supported"),
+    "stretched RoPE": (1, {"use-rope-scaling": True}, "--use-rope-scaling is not Qwen3.5"),
+    "attention window": (1, {"window-size": "4,0"}, "--window-size is not Qwen3.5"),
     "batch size that grows, said the old way": (
         1,
         {"rampup-batch-size": "2 2 8", "train-iters": None, "train-samples": 16},
