@@ -56,7 +56,7 @@ from megatron_gdn.checkpoint.repairs import repair_optimizer_checkpoints
 from megatron_gdn.config import Qwen35Config
 from megatron_gdn.microbatch import Microbatch, cut_microbatch
 from megatron_gdn.model import Qwen35Model, build_model
-from megatron_gdn.optimizer import fuse_adam
+from megatron_gdn.optimizer import fuse_optimizer_step
 from megatron_gdn.prepare_data import check_dataset
 from megatron_gdn.run_summary import describe, rule_backend
 from megatron_gdn.self_test.cases import Setup
@@ -325,7 +325,7 @@ def main() -> None:
     if args.self_test and not RUNS_ON_CPU:
         check_kernels_at_start(args, spec.gdn_cp_mode, container.model.transformer)
     repair_optimizer_checkpoints()
-    fuse_adam()
+    fuse_optimizer_step()
     log = None
     if args.rank == args.world_size - 1:  # the one that knows the loss, on the last pipeline stage
         log = TrainingLog(args.save or args.tensorboard_dir, args.seq_length)

@@ -1,25 +1,34 @@
-"""torch's Adam as one kernel on GPUs, where neither TransformerEngine nor apex brings one.
+"""The host's optimizer step on torch's fused kernels, where TransformerEngine and apex bring none.
 
-The host builds `torch.optim.AdamW` then and says nothing of kernels, so that torch takes one that goes over
-weights, gradients and moments several times and keeps copies beside them.
+The host falls back to `torch.optim.AdamW` then and says nothing of kernels, so that torch takes those that go
+over weights, gradients and moments several times. Its own norm and scaling of gradients go parameter by
+parameter, and the norm waits for the GPU at each.
 """
 
 from typing import Any
 
 import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
-def fuse_adam() -> RemovableHandle:
-    """Have every Adam of torch in this process use its fused kernel on GPUs.
+def fuse_optimizer_step() -> RemovableHandle:
+    """Have every Adam of torch in this process, and the host's clipping, run on fused kernels.
 
     Formulas, state and checkpoints are the same; results differ by rounding. Whatever a loaded
-    checkpoint says of kernels, the next step puts right.
+    checkpoint says of kernels, the next step puts right. Nothing changes where TransformerEngine or apex
+    is installed.
 
     Returns:
-        A handle whose `remove` leaves the choice to torch again.
+        A handle whose `remove` leaves Adam's choice to torch again.
     """
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
     return register_optimizer_step_pre_hook(_choose_kernel)
 
 
@@ -36,5 +45,15 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     state["step"] = state["step"].to(parameter.device)
 
 
-def _on_gpu(parameters: list[torch.Tensor]) -> bool:
+def _on_gpu(parameters: list[Tensor]) -> bool:
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
+
+
+def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Norm of all gradients together, [1]; arguments are those of apex's function of this kind."""
+    return torch.nn.utils.get_total_norm(lists[0]).view(1), None
+
+
+def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+    """Scale gradients in place: the host names them as what is read and what is written."""
+    torch._foreach_mul_(lists[1], factor)

@@ -41,7 +41,7 @@ from megatron_gdn.config import SIZES, Qwen35Config, count_parameters
 from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
 from megatron_gdn.microbatch import cut_microbatch
 from megatron_gdn.model import build_model
-from megatron_gdn.optimizer import fuse_adam
+from megatron_gdn.optimizer import fuse_optimizer_step
 from tests.benchmarks import host_model
 from tests.helpers.distributed import run_ranks
 
@@ -164,7 +164,7 @@ def forward_backward(case: Case, model: DistributedDataParallel, groups) -> Call
 def make_optimizer(case: Case, model: DistributedDataParallel, groups):
     """The distributed optimizer of bf16 parameters with fp32 masters, on one rank."""
     if not case.host:
-        fuse_adam()
+        fuse_optimizer_step()
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-5,

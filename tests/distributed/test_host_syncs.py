@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_gdn import optimizer as optimizer_module
 from megatron_gdn.gated_delta_net import GatedDeltaNet
 from tests.helpers.cases import PACKINGS
 from tests.helpers.distributed import make_groups, run_ranks
@@ -34,6 +36,20 @@ def of_host_params(model, groups) -> HostSyncs:
         model(
             part.tokens, part.position_ids, None, labels=part.labels, packed_seq_params=params
         ).sum().backward()
+    return syncs
+
+
+def of_optimizer(model, groups) -> HostSyncs:
+    """The optimizer's step, clipping included, as on a GPU."""
+    optimizer_module._on_gpu = bool
+    handle = optimizer_module.fuse_optimizer_step()
+    settings = OptimizerConfig(lr=1e-3, clip_grad=1e-3, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False, pg_collection=groups)
+    train_step(model, groups, make_samples(PACKED)[:1], packed=True)
+    with count_host_syncs() as syncs:
+        done, norm, _ = optimizer.step()
+    handle.remove()
+    assert done and norm > settings.clip_grad, "nothing was clipped"
     return syncs
 
 
@@ -82,6 +98,14 @@ def test_experts_ask_nothing():
     for few, more in run_ranks(grown, 2, "chunkwise", {}):
         others = {place: count for place, count in more.items() if "moe/router.py" not in place[1]}
         assert few and not others, f"{more}"
+
+
+@pytest.mark.parametrize("overrides", [DENSE_MODEL, {}], ids=["dense", "experts"])
+def test_optimizer_waits_once(overrides):
+    """For the norm of all gradients of a chain, whatever the number of parameters."""
+    settings = overrides | {"distributed_optimizer": True}
+    for few, more in run_ranks(grown, 2, "chunkwise", settings, step=of_optimizer):
+        assert few and not more, f"{few}\nand with more layers\n{more}"
 
 
 def planted(rank, world_size):

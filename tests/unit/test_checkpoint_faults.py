@@ -153,7 +153,7 @@ def resume(
     repair_all_but(without)
     if fused:
         optimizer_module._on_gpu = bool
-        optimizer_module.fuse_adam()
+        optimizer_module.fuse_optimizer_step()
     with make_groups():
         kind = {"distributed": sharding is not None, "dtype": dtype}
         model, optimizer = build(**kind, experts=experts[0])

@@ -21,7 +21,7 @@ def on_gpu(monkeypatch):
 @contextmanager
 def fused_adam():
     """With the fused kernel."""
-    handle = fused.fuse_adam()
+    handle = fused.fuse_optimizer_step()
     try:
         yield
     finally:
