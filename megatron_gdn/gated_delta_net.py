@@ -159,6 +159,7 @@ class GatedDeltaNet(Float32Parameters, HostGatedDeltaNet):
         q_dim, k_dim, v_dim, z_dim, b_dim, a_dim = self.in_proj_split_sections
         qkv, z, ba = qkvzba.split([q_dim + k_dim + v_dim, z_dim, b_dim + a_dim], dim=-1)
 
+        z = cp.gate(z)
         qkv, ba = cp.enter(qkv, ba, plan)
         out = self._recurrence(qkv, ba, cp, plan)
         out = cp.leave(out.flatten(2), plan)

@@ -58,6 +58,10 @@ class WholeStream:
         """Projected channels [s, B, ...] to rows: (queries-keys-values, b-a), [R, row_len, ...]."""
         return qkv_sBC.transpose(0, 1), ba_sBC.transpose(0, 1)
 
+    def gate(self, z_sBC: Tensor) -> Tensor:
+        """The output gate as it is kept for backward, [s, B, C]; a view of all that was projected."""
+        return z_sBC
+
     def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
         """Rows [R, row_len, C] of the rule's output to [s, B, all channels of this TP rank]."""
         return out.transpose(0, 1)
@@ -110,6 +114,10 @@ class HeadwiseCP(WholeStream):
         )
         mine = cp_comm.cp2hp((qkv_sBC, ba_sBC), (blocks[:3], blocks[3:]), plan, self._group)
         return tuple(x.transpose(0, 1) for x in mine)
+
+    def gate(self, z_sBC: Tensor) -> Tensor:
+        """A copy: a view would keep the projected queries, keys and values too, which nobody needs here."""
+        return z_sBC.contiguous()
 
     def leave(self, out: Tensor, plan: StreamPlan) -> Tensor:
         """[B, S, values of this rank's heads] to [s, B, values of all heads]."""
