@@ -95,7 +95,8 @@ def _place_tensors_on_cpu() -> None:
 
     def type_(self, dtype=None, non_blocking=False, **kwargs):
         if dtype is None:
-            return original_type(self).replace("torch.", "torch.cuda.", 1)
+            name = original_type(self)  # which a function mode of torch hands to this function again
+            return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, non_blocking, **kwargs)

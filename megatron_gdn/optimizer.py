@@ -51,7 +51,7 @@ def _on_gpu(parameters: list[Tensor]) -> bool:
 
 def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Norm of all gradients together, [1]; arguments are those of apex's function of this kind."""
-    return torch.nn.utils.get_total_norm(lists[0]).view(1), None
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 
 
 def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:

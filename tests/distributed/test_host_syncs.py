@@ -137,6 +137,7 @@ ASKING = {
     "to": lambda: X.to("cpu"),
     "to a device by name": lambda: X.to(device=CPU),
     "tensor on a device": lambda: torch.tensor([1, 2], device=CPU),
+    "tensor of tensors": lambda: torch.tensor([[X[0]]]),
     "bool": lambda: bool(X[0]),
     "if": lambda: 1 if X[0] > 0 else 0,
     "int": lambda: int(X[0]),

@@ -59,6 +59,8 @@ class _Methods(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _COPIES or (name in _MOVES and _names_device(*args[1:], **kwargs)):
             self.syncs[name, _place()] += 1
+        if name in ("tensor", "as_tensor") and (read := _tensors_in(args[0])):
+            self.syncs["item", _place()] += read
         return func(*args, **kwargs)
 
 
@@ -81,6 +83,13 @@ def _waits(func, args: tuple, kwargs: dict) -> bool:
     if packet is torch.ops.aten.repeat_interleave:
         return kwargs.get("output_size") is None
     return any(tag in func.tags for tag in _SYNCS)
+
+
+def _tensors_in(values: object) -> int:
+    """Tensors in a nested list, each of which `torch.tensor` reads without an operation that is seen."""
+    if not isinstance(values, (list, tuple)):
+        return 0
+    return sum(1 if isinstance(value, Tensor) else _tensors_in(value) for value in values)
 
 
 def _names_device(*args, device=None, **_) -> bool:

@@ -5,6 +5,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from megatron_gdn import optimizer as fused
@@ -82,6 +84,21 @@ def test_goes_on_from_a_state_of_other_kernels(on_gpu):
     with fused_adam():
         compare(train(optimizer, range(2, 4)), want)
     assert optimizer.param_groups[0]["fused"]
+
+
+def test_clipping_is_the_hosts(monkeypatch):
+    """Norm and scaling of all gradients, against the host's functions, and in their places."""
+    for name in ("l2_norm_impl", "multi_tensor_scale_impl"):
+        monkeypatch.setattr(clip_grads, name, getattr(clip_grads, name))
+    with fused_adam():
+        grads = [each.detach() for each in parameters()]
+        flag = torch.zeros(1)
+        got, _ = clip_grads.l2_norm_impl(0, flag, [grads], False)
+        assert got.shape == (1,) and clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
+        torch.testing.assert_close(got, local_multi_tensor_l2_norm(0, flag, [grads], False)[0])
+        want = [each * 0.3 for each in grads]
+        clip_grads.multi_tensor_scale_impl(0, flag, [grads, grads], 0.3)
+        compare(grads, want)
 
 
 def test_leaves_others_alone(on_gpu):
