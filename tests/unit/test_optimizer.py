@@ -111,7 +111,7 @@ def test_leaves_others_alone(on_gpu):
     assert not optimizer.param_groups[0].get("fused")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu(1)
 def test_on_a_gpu():
     """The step count follows the weights, also where it was on the CPU."""
 
