@@ -43,9 +43,9 @@ def gdn_spec() -> ModuleSpec:
     )
 
 
-def block(config: Qwen35Config) -> TransformerBlockSubmodules:
-    """The model's block of the host's own parts."""
-    attention = ModuleSpec(
+def attention_spec() -> ModuleSpec:
+    """The host's gated attention."""
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -56,6 +56,10 @@ def block(config: Qwen35Config) -> TransformerBlockSubmodules:
             k_layernorm=WrappedTorchNorm,
         ),
     )
+
+
+def block(config: Qwen35Config) -> TransformerBlockSubmodules:
+    """The model's block of the host's own parts."""
     moe = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=config.num_moe_experts)
     layers = []
     for layer in get_qwen35_chunkwise_cp_spec(config).layer_specs:
@@ -63,7 +67,7 @@ def block(config: Qwen35Config) -> TransformerBlockSubmodules:
         parts = replace(
             layer.submodules,
             input_layernorm=WrappedTorchNorm,
-            self_attention=gdn_spec() if linear else attention,
+            self_attention=gdn_spec() if linear else attention_spec(),
             pre_mlp_layernorm=WrappedTorchNorm,
             mlp=moe,
         )

@@ -22,6 +22,7 @@ from tests.benchmarks.report import RESULTS
 TABLES = {
     "warm_kernels": 260,
     "gdn_layer": 100,
+    "attention_layer": 60,
     "memory_share": 100,
     "slice": 240,
     "attention": 120,

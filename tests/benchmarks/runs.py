@@ -226,6 +226,7 @@ class LiveReport:
             name: of the module in tests/benchmarks.
             *lines: title, text, ceilings; where the figures come from is added.
         """
+        folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / f"{name}.md"
         self._lines = [*lines, "", *_provenance(f"python -m tests.benchmarks.{name}")]
         print("\n".join(self._lines), flush=True)

@@ -8,6 +8,7 @@ import torch
 
 from tests.benchmarks import (
     attention,
+    attention_layer,
     gdn_layer,
     linear_cross_entropy,
     memory_share,
@@ -33,7 +34,7 @@ def in_a_process(main, folder) -> int:
 @pytest.mark.skipif(not runs.RUNS_ON_CPU, reason="with a GPU run the benchmarks themselves")
 @pytest.mark.parametrize(
     "module",
-    [attention, gdn_layer, linear_cross_entropy, memory_share, model_slice, moe_layer],
+    [attention, attention_layer, gdn_layer, linear_cross_entropy, memory_share, model_slice, moe_layer],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_tables_are_written(module, tmp_path):
@@ -45,6 +46,7 @@ def test_tables_are_written(module, tmp_path):
     heads = {"gdn_layer": 2, "moe_layer": 2, "slice": 3}.get(name, 1)
     figures = {
         "attention": len(attention.CASES),
+        "attention_layer": 2 + 4,
         "gdn_layer": 8 + 2,
         "linear_cross_entropy": 4,
         "memory_share": 8,
