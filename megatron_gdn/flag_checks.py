@@ -37,11 +37,12 @@ _REFUSED = {
         activation_func_clamp_value apply_residual_connection_post_layernorm attention_dropout
         fp32_residual_connection glu_linear_offset hybrid_layer_pattern hybrid_override_pattern
         is_hybrid_model moe_apply_probs_on_input moe_latent_size mrope_section mtp_hybrid_override_pattern
-        mtp_use_repeated_layer multi_latent_attention no_rope_freq perform_rl_step qk_l2_norm
-        rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling window_size
+        mtp_use_repeated_layer multi_latent_attention no_rope_freq qk_l2_norm rotary_interleaved
+        rotary_seq_len_interpolation_factor use_rope_scaling window_size
         """,
     "would bypass this script's data": """
-        encoder_seq_length fim_data hierarchical_context_parallel_sizes hybrid_context_parallel sft yaml_cfg
+        encoder_seq_length fim_data hierarchical_context_parallel_sizes hybrid_context_parallel
+        perform_rl_step sft yaml_cfg
         """,
     "is read by megatron-core's own scripts only": """
         create_all_gather_group freeze_all_layers inprocess_restart logits_load_dir logits_save_dir
