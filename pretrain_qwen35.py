@@ -166,8 +166,13 @@ def _choose_tokenizer(args: argparse.Namespace) -> None:
         # The host pads to a multiple of 128 x tp, which changes the model with tp; 128 is often enough.
         multiple = args.make_vocab_size_divisible_by if args.pad_vocab_size else 1
         padded = -(-args.vocab_size // multiple) * multiple
-        if not args.pad_vocab_size or padded % args.tensor_model_parallel_size == 0:
+        if padded % args.tensor_model_parallel_size == 0:
             args.padded_vocab_size = padded
+        elif not args.pad_vocab_size:
+            raise ValueError(
+                f"--no-pad-vocab-size with --vocab-size {padded}, which --tensor-model-parallel-size "
+                f"{args.tensor_model_parallel_size} does not divide; leave it out, or use another vocabulary."
+            )
 
 
 def _data_prefixes(args: argparse.Namespace) -> list[str]:

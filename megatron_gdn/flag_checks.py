@@ -63,8 +63,8 @@ _REFUSED = {
 }
 """Why arguments are refused, whatever their value, if any is given."""
 _NEEDS_TRANSFORMER_ENGINE = """
-    cpu_offloading_num_layers fp4 fp8 moe_router_fusion save_activations_interval save_dgrads_interval
-    save_tokens_per_expert_interval te_precision_config_file tp_comm_overlap
+    cpu_offloading_num_layers fp4 fp8 moe_router_fusion optimizer_cuda_graph save_activations_interval
+    save_dgrads_interval save_tokens_per_expert_interval te_precision_config_file tp_comm_overlap
     use_grouped_gemm_for_shared_expert
     """
 _OF_HOST_TOKENIZERS = """
@@ -176,11 +176,14 @@ def _check_pairs(args: Any) -> None:
             f"{args.micro_batch_size}: the microbatch is one stream, whose samples the loss would not tell "
             "apart; use --micro-batch-size 1, or aux_loss."
         )
-    if "sinkhorn" in balancing and args.moe_aux_loss_coeff:
-        raise ValueError(
-            f"--moe-router-load-balancing-type sinkhorn has no auxiliary loss, but --moe-aux-loss-coeff is "
-            f"{args.moe_aux_loss_coeff} (as --qwen35-size sets); add --moe-aux-loss-coeff 0."
-        )
+    coefficients = args.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(balancing)
+    for kind, coefficient in zip(balancing, coefficients, strict=False):
+        if kind == "sinkhorn" and coefficient:
+            raise ValueError(
+                "--moe-router-load-balancing-type sinkhorn has no auxiliary loss, but its "
+                f"--moe-aux-loss-coeff is {coefficient}; add --moe-aux-loss-coeff 0."
+            )
 
 
 def check_recompute(args: Any) -> None:

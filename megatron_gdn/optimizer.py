@@ -5,14 +5,18 @@ over weights, gradients and moments several times. Its own norm and scaling of g
 parameter, and the norm waits for the GPU at each.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from megatron_gdn.checkpoint.host_methods import wrap_method
 
 
 def fuse_optimizer_step() -> RemovableHandle:
@@ -29,6 +33,7 @@ def fuse_optimizer_step() -> RemovableHandle:
         clip_grads.l2_norm_impl = _norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = _scale
+    wrap_method(MegatronOptimizer, "_extract_common_per_param_step", _step_on_cpu)
     return register_optimizer_step_pre_hook(_choose_kernel)
 
 
@@ -45,6 +50,12 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     state["step"] = state["step"].to(parameter.device)
 
 
+def _step_on_cpu(original: Callable, self: MegatronOptimizer, state_dict: dict) -> Tensor | int | None:
+    """What a checkpoint keeps of the step count, on the CPU: others may have no GPU when they read it."""
+    step = original(state_dict)
+    return step.cpu() if isinstance(step, Tensor) else step
+
+
 def _on_gpu(parameters: list[Tensor]) -> bool:
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
@@ -56,4 +67,5 @@ def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: 
 
 def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
     """Scale gradients in place: the host names them as what is read and what is written."""
-    torch._foreach_mul_(lists[1], factor)
+    if lists[1]:
+        torch._foreach_mul_(lists[1], factor)

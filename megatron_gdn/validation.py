@@ -162,10 +162,10 @@ def check_schedule(args: Any) -> None:
     for flag, rate in (("--lr-warmup-init", first), ("--min-lr", args.min_lr)):
         if rate and rate > args.lr:
             raise ValueError(f"{flag} {rate} is above --lr {args.lr}; lower the one or raise the other.")
-    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+    unit = "samples" if args.train_samples else "iters"
+    if args.lr_decay_style == "WSD" and not args.skip_train and not getattr(args, f"lr_wsd_decay_{unit}"):
         raise ValueError(
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples), the length of the "
-            "decay at the end."
+            f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the decay at the end."
         )
     if args.phase_transition_iterations and not args.train_samples:
         raise ValueError(

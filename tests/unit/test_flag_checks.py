@@ -68,7 +68,14 @@ QWEN35 = {
         ),
         (
             {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": 1e-3},
-            "sinkhorn .*add --moe-aux-loss-coeff 0",
+            "sinkhorn .*is 0.001; add --moe-aux-loss-coeff 0",
+        ),
+        (
+            {
+                "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"],
+                "moe_aux_loss_coeff": [1e-3, 0.1],
+            },
+            "sinkhorn .*is 0.1",
         ),
         ({"moe_latent_size": 64}, "--moe-latent-size is not Qwen3.5's"),
         ({"full_validation": True}, "--full-validation fails in megatron-core"),
@@ -81,6 +88,9 @@ def test_check_unsupported(changes, words):
     fine |= {"moe_router_load_balancing_type": "seq_aux_loss", "micro_batch_size": 2}  # not packed
     fine |= {"attention_backend": AttnBackend.auto, "padded_vocab_size": 384, "vocab_size": 300}
     flag_checks.check_unsupported(Flags(**QWEN35, **fine))
+    for kinds, coefficients in ((["sinkhorn"], [0.0]), (["sinkhorn", "aux_loss"], [0.0, 0.1])):
+        routing = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
+        flag_checks.check_unsupported(Flags(**QWEN35, **routing))
     with pytest.raises(ValueError, match=words):
         flag_checks.check_unsupported(Flags(**QWEN35 | changes))
 

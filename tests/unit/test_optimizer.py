@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
@@ -22,12 +23,15 @@ def on_gpu(monkeypatch):
 
 @contextmanager
 def fused_adam():
-    """With the fused kernel."""
+    """With fused kernels; the host has its own functions back afterwards."""
+    own = {name: getattr(clip_grads, name) for name in ("l2_norm_impl", "multi_tensor_scale_impl")}
     handle = fused.fuse_optimizer_step()
     try:
         yield
     finally:
         handle.remove()
+        for name, function in own.items():
+            setattr(clip_grads, name, function)
 
 
 def parameters() -> list[nn.Parameter]:
@@ -86,10 +90,9 @@ def test_goes_on_from_a_state_of_other_kernels(on_gpu):
     assert optimizer.param_groups[0]["fused"]
 
 
-def test_clipping_is_the_hosts(monkeypatch):
+def test_clipping_is_the_hosts():
     """Norm and scaling of all gradients, against the host's functions, and in their places."""
-    for name in ("l2_norm_impl", "multi_tensor_scale_impl"):
-        monkeypatch.setattr(clip_grads, name, getattr(clip_grads, name))
+    assert clip_grads.l2_norm_impl is local_multi_tensor_l2_norm
     with fused_adam():
         grads = [each.detach() for each in parameters()]
         flag = torch.zeros(1)
@@ -99,6 +102,22 @@ def test_clipping_is_the_hosts(monkeypatch):
         want = [each * 0.3 for each in grads]
         clip_grads.multi_tensor_scale_impl(0, flag, [grads, grads], 0.3)
         compare(grads, want)
+
+
+def test_checkpoints_keep_the_step_on_the_cpu(on_gpu, monkeypatch):
+    """A checkpoint of a GPU is read where there is none: the shared step is moved before it is stored."""
+    monkeypatch.setattr(
+        MegatronOptimizer,
+        "_extract_common_per_param_step",
+        MegatronOptimizer.__dict__["_extract_common_per_param_step"],
+    )
+    moved = []
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor) or tensor.clone())
+    with fused_adam():
+        step = torch.tensor(3.0)
+        got = MegatronOptimizer._extract_common_per_param_step(None, {"state": {0: {"step": step}}})
+        assert got == 3 and moved[0] is step
+        assert MegatronOptimizer._extract_common_per_param_step(None, {"state": {}}) is None
 
 
 def test_leaves_others_alone(on_gpu):

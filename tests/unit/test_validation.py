@@ -185,6 +185,7 @@ def make_schedule(**changes) -> SimpleNamespace:
         "lr_wsd_decay_iters",
         "lr_wsd_decay_samples",
         "phase_transition_iterations",
+        "skip_train",
     )
     fine = {"lr_warmup_iters": 2, "train_iters": 10, "lr": 0.1, "lr_warmup_init": 0.0, "min_lr": 0.1}
     return SimpleNamespace(**dict.fromkeys(names) | fine | {"lr_decay_style": "linear"} | changes)
@@ -198,7 +199,11 @@ def make_schedule(**changes) -> SimpleNamespace:
         ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be .*below 1"),
         ({"lr_warmup_init": 0.5}, "--lr-warmup-init 0.5 is above --lr 0.1"),
         ({"min_lr": 0.2}, "--min-lr 0.2 is above --lr 0.1"),
-        ({"lr_decay_style": "WSD"}, "WSD needs --lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 8}, "WSD needs --lr-wsd-decay-iters"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "train_samples": 8, "train_iters": None},
+            "WSD needs --lr-wsd-decay-samples",
+        ),
         ({"phase_transition_iterations": "2"}, "--phase-transition-iterations needs --train-samples"),
         ({"lr_warmup_samples": 9, "train_samples": 8, "train_iters": None}, "--lr-warmup-samples 9"),
         ({"save": "folder"}, "--save needs --save-interval"),
@@ -208,6 +213,8 @@ def test_check_schedule(changes, words):
     """What the host meets with a bare assertion."""
     validation.check_schedule(make_schedule())
     validation.check_schedule(make_schedule(save="folder", save_interval=10))
+    validation.check_schedule(make_schedule(lr_decay_style="WSD", lr_wsd_decay_iters=2))
+    validation.check_schedule(make_schedule(lr_decay_style="WSD", skip_train=True))
     with pytest.raises(ValueError, match=words):
         validation.check_schedule(make_schedule(**changes))
 
