@@ -22,9 +22,7 @@ def check_required(args: Any) -> None:
         ValueError: names every missing flag.
     """
     missing = [
-        "--" + name.replace("_", "-")
-        for name in ("seq_length", "micro_batch_size", "lr")
-        if getattr(args, name) is None
+        _flag(name) for name in ("seq_length", "micro_batch_size", "lr") if getattr(args, name) is None
     ]
     if not (args.train_iters or args.train_samples or args.skip_train):
         missing.append("--train-iters (or --train-samples)")
@@ -73,11 +71,16 @@ _OF_HOST_TOKENIZERS = """
 _FLAGS = {"fp4": "--fp4-format", "fp8": "--fp8-format"}
 
 
+def _flag(name: str) -> str:
+    """An argument's name as it is given on the command line."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
 def _given(args: Any, names: str) -> Iterator[str]:
     """Flags of those arguments that are set."""
     for name in names.split():
         if getattr(args, name):
-            yield _FLAGS.get(name, "--" + name.replace("_", "-"))
+            yield _flag(name)
 
 
 def check_tokenizer(args: Any) -> None:
@@ -119,8 +122,7 @@ def _check_values(args: Any) -> None:
     for name, wanted in only.items():
         if getattr(args, name) != wanted:
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not Qwen3.5's; use {wanted}, as "
-                "--qwen35-size sets."
+                f"{_flag(name)} {getattr(args, name)} is not Qwen3.5's; use {wanted}, as --qwen35-size sets."
             )
     if args.dataloader_type == "external":
         raise ValueError("--dataloader-type external would bypass this script's data; use single or cyclic.")
@@ -255,7 +257,7 @@ def check_positive(args: Any) -> None:
     )
     for name in names.split():
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+            raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(args, name)}.")
     if isinstance(args.linear_attention_freq, int) and args.linear_attention_freq < 1:
         raise ValueError(f"--linear-attention-freq must be at least 1, got {args.linear_attention_freq}.")
     if args.num_experts:

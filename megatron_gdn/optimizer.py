@@ -23,8 +23,8 @@ def fuse_optimizer_step() -> RemovableHandle:
     """Have every Adam of torch in this process, and the host's clipping, run on fused kernels.
 
     Formulas, state and checkpoints are the same; results differ by rounding. Whatever a loaded
-    checkpoint says of kernels, the next step puts right. Nothing changes where TransformerEngine or apex
-    is installed.
+    checkpoint says of kernels, the next step on a GPU puts right. The optimizers and functions of
+    TransformerEngine and apex are left alone.
 
     Returns:
         A handle whose `remove` leaves Adam's choice to torch again.

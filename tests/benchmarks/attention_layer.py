@@ -53,11 +53,7 @@ def build_host(tiny: bool, groups, ours: torch.nn.Module) -> torch.nn.Module:
         host_model.attention_spec(), config=config, layer_number=ours.layer_number, pg_collection=groups
     )
     layer = layer.to(runs.DEVICE).bfloat16()
-    own = dict(ours.named_parameters())
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if "layernorm" not in name:
-                parameter.copy_(own[name])
+    host_model.copy_weights(layer, ours, but="layernorm")
     return layer
 
 
@@ -93,7 +89,7 @@ def floor_parts(layer: torch.nn.Module, tokens: int, ceilings: runs.Ceilings) ->
     channels = config.kv_channels * (
         5 * (config.num_attention_heads + config.num_query_groups) + 8 * config.num_attention_heads
     )
-    return 6 * tokens * weights / ceilings.tflops / 1e9, 2 * tokens * channels / ceilings.terabytes / 1e9
+    return ceilings.floor_parts(tokens, weights, channels)
 
 
 def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups) -> list[str]:
@@ -138,12 +134,7 @@ def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups
         report.row(f"- {name}", f"{part:.2f}", "", "", "", "", "", "")
     if (error := runs.relative_error(outputs["host"], outputs["ours"])) > SAME:
         raise RuntimeError(f"the outputs differ by {error:.1e}")
-    missed = []
-    if times["host"] / times["ours"] < TIMES_FASTER:
-        missed.append(f"{times['host'] / times['ours']:.2f} times the host's speed, wanted {TIMES_FASTER:g}")
-    if times["ours"] / floor > TIMES_FLOOR:
-        missed.append(f"{times['ours'] / floor:.2f} of the floor, wanted {TIMES_FLOOR:g} at most")
-    return missed
+    return runs.missed_times(times["host"], times["ours"], floor, TIMES_FASTER, TIMES_FLOOR)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,11 +58,7 @@ def build_host(tiny: bool, groups, ours: torch.nn.Module) -> torch.nn.Module:
     host_model.run_here()
     layer = build_module(host_model.gdn_spec(), config=cfg, layer_number=1, pg_collection=groups)
     layer = layer.to(runs.DEVICE).bfloat16()  # as the host's Float16Module does
-    own = dict(ours.named_parameters())
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if not name.startswith("out_norm"):
-                parameter.copy_(own[name])
+    host_model.copy_weights(layer, ours, but="out_norm")
     return layer
 
 
@@ -133,7 +129,7 @@ def floor_parts(layer: torch.nn.Module, tokens: int, ceilings: runs.Ceilings) ->
     """
     weights = layer.in_proj.weight.numel() + layer.out_proj.weight.numel()
     channels = 5 * (2 * layer.qk_dim + layer.v_dim) + 8 * layer.v_dim
-    return 6 * tokens * weights / ceilings.tflops / 1e9, 2 * tokens * channels / ceilings.terabytes / 1e9
+    return ceilings.floor_parts(tokens, weights, channels)
 
 
 def measure(report: runs.LiveReport, tiny: bool, ceilings: runs.Ceilings, groups) -> list[str]:
@@ -191,11 +187,8 @@ def missed_bounds(
     kind: str, times: dict[str, float], counts: dict[str, runs.Counts], floor: float
 ) -> list[str]:
     """What falls short of what this table must show, in words."""
-    missed, ours = [], times["ours, CP 1"]
-    if "host" in times and times["host"] / ours < TIMES_FASTER:
-        missed.append(f"{kind}: {times['host'] / ours:.2f} times the host's speed, wanted {TIMES_FASTER:g}")
-    if ours / floor > TIMES_FLOOR:
-        missed.append(f"{kind}: {ours / floor:.2f} of the floor, wanted {TIMES_FLOOR:g} at most")
+    short = runs.missed_times(times.get("host"), times["ours, CP 1"], floor, TIMES_FASTER, TIMES_FLOOR)
+    missed = [f"{kind}: {what}" for what in short]
     with_cp, without = counts["ours, CP 1"], counts["ours without CP code"]
     if with_cp.launches > without.launches or with_cp.copies > without.copies:
         missed.append(f"{kind}: CP 1 makes {with_cp}, a layer without CP code {without}")

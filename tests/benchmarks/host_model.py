@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.benchmarks import runs  # isort: split
 
+import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -15,6 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
 
 from megatron_gdn.config import Qwen35Config
 from megatron_gdn.layer_specs import get_qwen35_chunkwise_cp_spec
@@ -41,6 +43,15 @@ def gdn_spec() -> ModuleSpec:
             in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
         ),
     )
+
+
+def copy_weights(host: nn.Module, ours: nn.Module, but: str) -> None:
+    """Our layer's weights into the host's, `but` those with this in their name."""
+    own = dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, parameter in host.named_parameters():
+            if but not in name:
+                parameter.copy_(own[name])
 
 
 def attention_spec() -> ModuleSpec:

@@ -205,6 +205,16 @@ class Ceilings(NamedTuple):
         """Measure; on a CPU, ones."""
         return cls(1.0, 1.0) if RUNS_ON_CPU else cls(gpu.matmul_tflops(), gpu.copy_terabytes())
 
+    def floor_parts(self, tokens: int, weights: int, channels: int) -> tuple[float, float]:
+        """Milliseconds of a layer's products, forward and backward, and of reading and writing bf16 values.
+
+        Args:
+            tokens: of the stream.
+            weights: elements of the matrices that every token is multiplied by.
+            channels: values that are read or written for every token.
+        """
+        return 6 * tokens * weights / self.tflops / 1e9, 2 * tokens * channels / self.terabytes / 1e9
+
     def text(self) -> str:
         """A line for the report."""
         if RUNS_ON_CPU:
@@ -268,6 +278,24 @@ def _provenance(command: str) -> list[str]:
             continue
         installed.append(package)
     return report.provenance(command, *installed)
+
+
+def missed_times(host: float | None, ours: float, floor: float, faster: float, at_most: float) -> list[str]:
+    """Where a layer's time falls short, in words.
+
+    Args:
+        host: time of the host's layer; None if there is none.
+        ours: of ours.
+        floor: what any layer would take.
+        faster: times that the host's is to be longer, at least.
+        at_most: of the floor.
+    """
+    missed = []
+    if host is not None and host / ours < faster:
+        missed.append(f"{host / ours:.2f} times the host's speed, wanted {faster:g}")
+    if ours / floor > at_most:
+        missed.append(f"{ours / floor:.2f} of the floor, wanted {at_most:g} at most")
+    return missed
 
 
 def empty_cache() -> None:
