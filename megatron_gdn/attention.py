@@ -7,6 +7,7 @@ D head dim.
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -14,7 +15,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_gdn.attention_cp import context_parallel_attention
+from megatron_gdn.norms import QKNorm
 from megatron_gdn.ops.attention import attention
+from megatron_gdn.ops.output_gate import gate_output
+from megatron_gdn.ops.qk_norm_rope import split_norm_rope
 from megatron_gdn.stream import StreamPlan, cp_group_of, plan_of
 from megatron_gdn.validation import check_cp_comm_type
 
@@ -126,7 +130,7 @@ class GatedSelfAttention(SelfAttention):
 
     Attributes:
         linear_qkv: column-parallel; per key/value head its query heads, as many gates, key, value.
-        q_layernorm, k_layernorm: RMSNorm over the head dim.
+        q_layernorm, k_layernorm: RMSNorm over the head dim, `QKNorm`.
         linear_proj: row-parallel.
     """
 
@@ -136,7 +140,7 @@ class GatedSelfAttention(SelfAttention):
         Args:
             config: a `Qwen35Config`, or a TransformerConfig with its `cp_layout`, `rotary_percent` and
                 `rotary_base`.
-            submodules: linear_qkv, core_attention (`CPCoreAttention`), linear_proj, norms.
+            submodules: linear_qkv, core_attention (`CPCoreAttention`), linear_proj, norms (`QKNorm`).
             layer_number: 1-based.
             *args: as the host's.
             **kwargs: as the host's.
@@ -153,6 +157,12 @@ class GatedSelfAttention(SelfAttention):
             ("--offload-modules", sorted({"qkv_linear", "core_attn", "attn_proj"} & set(offloaded)), []),
         )
         super().__init__(config, submodules, layer_number, *args, **kwargs)
+        for name in ("q_layernorm", "k_layernorm"):
+            if not isinstance(getattr(self, name), QKNorm):
+                raise ValueError(
+                    f"{name} of gated self-attention is a {type(getattr(self, name)).__name__}, but norm and "
+                    "RoPE are one step here; put megatron_gdn.norms.QKNorm in its place in the layer spec."
+                )
         self.rot_dim = int(config.kv_channels * config.rotary_percent)
         if self.rot_dim % 2:
             raise ValueError(
@@ -214,12 +224,18 @@ class GatedSelfAttention(SelfAttention):
             ("attention_bias", attention_bias, None),
             ("sequence_len_offset", sequence_len_offset, None),
         )
-        gated = self.config.attention_output_gate
-        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+        qkv = self._project(hidden_states)
         cp_group = cp_group_of(packed_seq_params, self.pg_collection.cp)
-        plan = _plan(query, packed_seq_params, self.config, cp_group)
-        tables = rope_tables(plan, self.rot_dim, self.config.rotary_base)
-        query, key = apply_rope(query, *tables), apply_rope(key, *tables)
+        plan = _plan(qkv, packed_seq_params, self.config, cp_group)
+        query, *gate, key, value = split_norm_rope(
+            qkv,
+            self.hidden_size_per_attention_head,
+            (self.q_layernorm(), self.k_layernorm()),
+            rope_tables(plan, self.rot_dim, self.config.rotary_base),
+            self.config.layernorm_epsilon,
+            self.config.layernorm_zero_centered_gamma,
+            gated=self.config.attention_output_gate,
+        )
 
         recompute = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recompute else self._run_core_attention
@@ -231,9 +247,27 @@ class GatedSelfAttention(SelfAttention):
             attn_mask_type=self.attn_mask_type,
             packed_seq_params=packed_seq_params,
         )
-        if gated:
-            out = self._apply_output_gate(out, *gate)
+        if gate:
+            out = gate_output(out, *gate)
         return self.linear_proj(out)
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """[s, B, h, (H/h query heads, as many gates if there are any, key, value) D], this rank's.
+
+        Fewer key/value heads than TP ranks: the ranks that share one gather its projection over tp, and
+        each takes its own query heads and gates of it.
+        """
+        qkv, _ = self.linear_qkv(hidden_states)
+        groups, head_dim = self.config.num_query_groups, self.hidden_size_per_attention_head
+        if groups >= self.world_size:
+            return qkv.unflatten(-1, (self.num_query_groups_per_partition, -1))
+        qkv = all_gather_last_dim_from_tensor_parallel_region(qkv, group=self.tp_group)
+        ranks_per_group = self.world_size // groups
+        group, share = divmod(self.tp_group.rank(), ranks_per_group)
+        heads = qkv.unflatten(-1, (groups, -1, head_dim)).select(2, group)
+        kinds = 2 if self.config.attention_output_gate else 1
+        per_query = heads[:, :, :-2].unflatten(2, (kinds, ranks_per_group, -1))[:, :, :, share].flatten(2, 3)
+        return torch.cat([per_query, heads[:, :, -2:]], dim=2).flatten(2).unsqueeze(2)
 
 
 def rope_tables(plan: StreamPlan, rot_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -255,31 +289,16 @@ def rope_tables(plan: StreamPlan, rot_dim: int, base: float) -> tuple[Tensor, Te
     return cache[rot_dim, base]
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first rot_dim dimensions of every head; computed in fp32, returned in x's dtype.
-
-    Args:
-        x: [s, B, heads, D], any floating dtype.
-        cos: as given by `rope_tables`, [s, 1, 1, rot_dim].
-        sin: likewise.
-    """
-    turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned.to(x.dtype), kept], dim=-1)
-
-
-def _plan(query: Tensor, packed_seq_params: PackedSeqParams | None, config, cp_group) -> StreamPlan:
-    """The plan of a microbatch whose queries are [s, B, H, D]."""
-    seq_len_local, batch = query.shape[:2]
+def _plan(x: Tensor, packed_seq_params: PackedSeqParams | None, config, cp_group) -> StreamPlan:
+    """The plan of a microbatch that `x`, [s, B, ...], is of."""
+    seq_len_local, batch = x.shape[:2]
     return plan_of(
         packed_seq_params,
         layout=config.cp_layout,
         cp_group=cp_group,
         seq_len_local=seq_len_local,
         batch=batch,
-        device=query.device,
+        device=x.device,
     )
 
 

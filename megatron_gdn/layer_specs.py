@@ -34,7 +34,7 @@ from megatron_gdn.experts import GroupedMLP
 from megatron_gdn.gated_delta_net import GatedDeltaNet
 from megatron_gdn.moe_layer import moe_layer_spec
 from megatron_gdn.multi_token_prediction import MultiTokenPredictionLayer
-from megatron_gdn.norms import GatedRMSNorm, RMSNorm
+from megatron_gdn.norms import GatedRMSNorm, QKNorm, RMSNorm
 
 
 class LocalBackend(LocalSpecProvider):
@@ -78,7 +78,7 @@ def _block_spec(config, vp_stage: int | None, cp_mode: str) -> TransformerBlockS
     """
     config = getattr(config, "transformer", config)
     backend = _backend(config)
-    mixers = [_attention_spec(config, backend), _gated_delta_net_spec(backend, cp_mode)]
+    mixers = [_attention_spec(backend), _gated_delta_net_spec(backend, cp_mode)]
     kinds = zip(get_linear_attention_pattern(config), _moe_pattern(config), strict=True)
     specs = [_layer_spec(config, backend, mixers[linear], moe) for linear, moe in kinds]
     return TransformerBlockSubmodules(
@@ -109,9 +109,7 @@ def mtp_block_spec(config, vp_stage: int | None = None) -> MultiTokenPredictionB
             hnorm=norm,
             layer_norm=norm,
             eh_proj=backend.column_parallel_linear(),
-            mtp_model_layer=_layer_spec(
-                config, backend, _attention_spec(config, backend), _moe_pattern(config)[-1]
-            ),
+            mtp_model_layer=_layer_spec(config, backend, _attention_spec(backend), _moe_pattern(config)[-1]),
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
@@ -135,9 +133,9 @@ def _moe_pattern(config: TransformerConfig) -> list[int]:
     return get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
 
 
-def _norm(config: TransformerConfig, backend: BackendSpecProvider, for_qk: bool = False):
+def _norm(config: TransformerConfig, backend: BackendSpecProvider):
     """The backend's norm of the kind that the config names."""
-    return backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=for_qk)
+    return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
 
 
 def _column_linear(backend: BackendSpecProvider) -> type:
@@ -160,8 +158,7 @@ def _gated_delta_net_spec(backend: BackendSpecProvider, cp_mode: str) -> ModuleS
     )
 
 
-def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    qk_norm = _norm(config, backend, for_qk=True)
+def _attention_spec(backend: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(
         module=GatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -169,8 +166,8 @@ def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> 
             linear_qkv=_column_linear(backend),
             core_attention=CPCoreAttention,
             linear_proj=backend.row_parallel_linear(),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=QKNorm,
+            k_layernorm=QKNorm,
         ),
         metainfo={"input_linear": "linear_qkv"},
     )

@@ -38,6 +38,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
+class QKNorm(RMSNorm):
+    """The weight of the RMSNorm of queries or of keys; the norm itself is one step with RoPE.
+
+    The weight is read by calling this, because the host waits for a module's parameters
+    (`--overlap-param-gather`) before it is called.
+    """
+
+    def forward(self) -> Tensor:
+        """[D]."""
+        return self.weight
+
+
 class Float32RMSNorm(Float32Parameters, RMSNorm):
     """RMSNorm whose weight stays fp32 in a bf16 or fp16 model, as the released models keep it."""
 

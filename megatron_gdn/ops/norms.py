@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     """
     if _fits(x):
         return _TritonNorm.apply(x, None, weight, eps, zero_centered)
-    return _torch_norm(x, weight, eps, zero_centered)
+    return torch_norm(x, weight, eps, zero_centered)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -40,7 +40,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_cen
     """
     if _fits(x):
         return _TritonNorm.apply(x, gate, weight, eps, zero_centered)
-    return (_torch_norm(x, weight, eps, zero_centered) * F.silu(gate.float())).to(x.dtype)
+    return (torch_norm(x, weight, eps, zero_centered) * F.silu(gate.float())).to(x.dtype)
 
 
 def _fits(x: Tensor) -> bool:
@@ -48,10 +48,11 @@ def _fits(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= norms_triton.MAX_DIM
 
 
-def _torch_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    scale = weight.float() + 1.0 if zero_centered else weight.float()
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+def torch_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """`rms_norm` in plain torch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = weight.to(wide.dtype) + 1.0 if zero_centered else weight.to(wide.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
 class _TritonNorm(torch.autograd.Function):

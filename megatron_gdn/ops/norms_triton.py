@@ -43,7 +43,7 @@ def launch_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, z
     """The norm of `x` [..., D], times silu(gate) if there is one; contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        num_rows, tile = _tile(x)
+        num_rows, tile = tile_of(x)
         grid = (triton.cdiv(num_rows, tile["block_rows"]),)
         flags = {"zero_centered": zero_centered, "gated": gate is not None}
         _forward_kernel[grid](*_read(x, gate, weight, eps, num_rows), out, **flags, **tile)
@@ -58,9 +58,9 @@ def launch_backward(
     d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     if not x.numel():
         return d_x, d_gate, weight.new_zeros(weight.shape, dtype=torch.float32)
-    num_rows, tile = _tile(x)
+    num_rows, tile = tile_of(x)
     blocks = triton.cdiv(num_rows, tile["block_rows"])
-    programs = min(blocks, PROGRAMS_PER_SM * _num_sms(x.device))
+    programs = num_programs(blocks, x.device)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     flags = {"zero_centered": zero_centered, "gated": gate is not None}
     written = d_x, (x if d_gate is None else d_gate), partial, triton.cdiv(blocks, programs)
@@ -68,11 +68,13 @@ def launch_backward(
     return d_x, d_gate, partial.sum(0)
 
 
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def num_programs(blocks: int, device: torch.device) -> int:
+    """How many programs share out so many blocks of rows where each adds up over its own."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return min(blocks, PROGRAMS_PER_SM * sms)
 
 
-def _tile(x: Tensor) -> tuple[int, dict[str, int]]:
+def tile_of(x: Tensor) -> tuple[int, dict[str, int]]:
     """Number of rows, and how many of them a program holds, with how many warps."""
     block_dim = triton.next_power_of_2(x.shape[-1])
     numbers = max(TILE, block_dim)
@@ -93,7 +95,8 @@ def _read(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, num_rows: 
 
 
 @triton.jit
-def _load_rows(x, heads: tl.constexpr, stride, row, column, dim, inside):
+def load_rows(x, heads: tl.constexpr, stride, row, column, dim, inside):
+    """[rows, columns] in fp32, zeros where not inside; heads and stride as given by `grouped_rows`."""
     at = x + (row // heads) * stride + (row % heads) * dim + column
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
@@ -107,14 +110,14 @@ def _forward_kernel(
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None]
     column = tl.arange(0, block_dim)[None, :]
     inside = (row < num_rows) & (column < dim)
-    value = _load_rows(x, x_heads, x_stride, row, column, dim, inside)
+    value = load_rows(x, x_heads, x_stride, row, column, dim, inside)
     scale = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
     if zero_centered:
         scale += 1.0
     value *= tl.rsqrt(tl.sum(value * value, axis=1) / dim + eps)[:, None]
     value *= scale
     if gated:
-        z = _load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
+        z = load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
         value = value.to(out.dtype.element_ty).to(tl.float32) * (z * sigmoid(z))
     tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=inside)
 
@@ -136,10 +139,10 @@ def _backward_kernel(
         row = (first + block * block_rows + tl.arange(0, block_rows))[:, None]
         inside = (row < num_rows) & (column < dim)
         at = row * dim + column
-        value = _load_rows(x, x_heads, x_stride, row, column, dim, inside)
+        value = load_rows(x, x_heads, x_stride, row, column, dim, inside)
         d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
         if gated:
-            z = _load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
+            z = load_rows(gate, gate_heads, gate_stride, row, column, dim, inside)
         rms = tl.rsqrt(tl.sum(value * value, axis=1) / dim + eps)[:, None]
         value *= rms
         if gated:

@@ -124,7 +124,7 @@ def norm_case() -> Case:
         return [norms.rms_norm(x, weight, 1e-6, True)]
 
     def plain(x, weight):
-        return [norms._torch_norm(x, weight, 1e-6, True)]
+        return [norms.torch_norm(x, weight, 1e-6, True)]
 
     def fused(x, weight):
         from fla.modules.layernorm import rms_norm
@@ -147,7 +147,7 @@ def gated_norm_case() -> Case:
 
     def plain(x, gate, weight):
         gate = F.silu(gate.unflatten(-1, (-1, DIM)).float())
-        return [(norms._torch_norm(x, weight, 1e-6, True) * gate).to(x.dtype)]
+        return [(norms.torch_norm(x, weight, 1e-6, True) * gate).to(x.dtype)]
 
     def fused(x, gate, weight):
         from fla.modules.fused_norm_gate import rms_norm_gated

@@ -284,7 +284,7 @@ def tp_shard(name, full, tp):
 
 def build(config, groups, params, cp_comm_type=None) -> GatedSelfAttention:
     """The layer through its spec, with this rank's part of `params`."""
-    layer = _attention_spec(config, LocalBackend())(
+    layer = _attention_spec(LocalBackend())(
         config=config, layer_number=1, pg_collection=groups, cp_comm_type=cp_comm_type
     )
     with torch.no_grad():

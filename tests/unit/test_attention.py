@@ -9,9 +9,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn import attention_cp
-from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention, apply_rope, rope_tables
+from megatron_gdn.attention import CPCoreAttention, GatedSelfAttention, rope_tables
 from megatron_gdn.attention_keys import key_turns
 from megatron_gdn.config import Qwen35Config
+from megatron_gdn.ops.qk_norm_rope import apply_rope
 from megatron_gdn.stream import StreamPlan, dense_plan
 from megatron_gdn.validation import CP_COMM_TYPES
 from tests.helpers.cases import EXACT, FP32_TRUTH, PACKINGS

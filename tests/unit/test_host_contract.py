@@ -38,7 +38,7 @@ def compare_state_dicts(rank, world_size):
         )
         build = {"config": config, "layer_number": 1, "pg_collection": groups}
         pairs = [(host_gdn(**build), _gated_delta_net_spec(LocalBackend(), "chunkwise")(**build))]
-        ours = _attention_spec(config, LocalBackend())
+        ours = _attention_spec(LocalBackend())
         pairs.append((ModuleSpec(SelfAttention, ours.params, ours.submodules)(**build), ours(**build)))
         return [(shapes(host), shapes(mine)) for host, mine in pairs]
 

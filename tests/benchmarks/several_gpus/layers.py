@@ -104,7 +104,7 @@ def _build(work: Work, config: Qwen35Config, groups) -> nn.Module:
         return TransformerBlock(config, spec(config), pg_collection=groups)
     place = {"config": config, "layer_number": 1, "pg_collection": groups}
     if work.module == ATTENTION:
-        return _attention_spec(config, LocalBackend())(**place, cp_comm_type=work.way)
+        return _attention_spec(LocalBackend())(**place, cp_comm_type=work.way)
     if work.way == HOST:
         ours = _gated_delta_net_spec(LocalBackend(), "headwise").submodules
         ours.out_norm = RMSNorm
