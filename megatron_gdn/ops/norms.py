@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gdn.ops import norms_triton
+from megatron_gdn.ops.triton_rows import MAX_DIM
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -45,7 +46,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_cen
 
 def _fits(x: Tensor) -> bool:
     """Whether the Triton kernels take it."""
-    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= norms_triton.MAX_DIM
+    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= MAX_DIM
 
 
 def torch_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

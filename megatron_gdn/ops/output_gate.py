@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gdn.ops.norms_triton import MAX_DIM, grouped_rows, load_rows, tile_of
 from megatron_gdn.ops.triton_math import sigmoid
+from megatron_gdn.ops.triton_rows import MAX_DIM, grouped_rows, load_rows, tile_of
 
 
 def gate_output(x: Tensor, gate: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gdn.ops import qk_norm_rope_triton
 from megatron_gdn.ops.norms import torch_norm
-from megatron_gdn.ops.norms_triton import MAX_DIM
+from megatron_gdn.ops.triton_rows import MAX_DIM
 
 
 def split_norm_rope(

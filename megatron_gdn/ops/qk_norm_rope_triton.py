@@ -1,10 +1,12 @@
 """Triton kernels of RMSNorm followed by RoPE, forward and backward.
 
-As in `norms_triton`, whose legend holds here, every input is read once (the dimensions that are turned
+As in `norms_triton` every input is read once (the dimensions that are turned
 twice, the second time from the cache), every result is written once, and the weight's gradient is summed
 in registers. The backward makes the norm again.
 
 A dimension that is turned needs its partner, rot_dim / 2 away: a second read of the same row.
+
+Legend: that of `triton_rows`.
 """
 
 import torch
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_gdn.ops.norms_triton import grouped_rows, load_rows, num_programs, tile_of
+from megatron_gdn.ops.triton_rows import grouped_rows, load_rows, num_programs, tile_of
 
 
 def launch_forward(

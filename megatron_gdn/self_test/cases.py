@@ -28,6 +28,10 @@ class Setup:
     heads: int
     kv_heads: int
     head_dim: int
+    rot_dim: int
+    """How many dimensions of a head RoPE turns."""
+    output_gate: bool
+    """Whether attention has one."""
     hidden: int
     eps: float
     num_experts: int
@@ -68,6 +72,8 @@ class Setup:
             heads=max(config.num_attention_heads // tp, 1),
             kv_heads=max(config.num_query_groups // tp, 1),
             head_dim=config.kv_channels,
+            rot_dim=int(config.kv_channels * config.rotary_percent),
+            output_gate=config.attention_output_gate,
             hidden=config.hidden_size,
             eps=config.layernorm_epsilon,
             num_experts=moe or 0,

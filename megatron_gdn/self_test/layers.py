@@ -1,4 +1,4 @@
-"""Cases of what is not a sequence mixer: norms, the experts of an MoE layer, the loss."""
+"""Cases of what is not a sequence mixer: norms, RoPE, gates, the experts of an MoE layer, the loss."""
 
 import torch
 from torch import Tensor
@@ -40,6 +40,65 @@ def gated_norm(setup: Setup, source: Source) -> Case:
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def queries_and_keys(setup: Setup, source: Source) -> Case:
+    """From the projection of an attention layer to queries and keys, normed and turned, gates and values."""
+    from megatron_gdn.ops.qk_norm_rope import split_norm_rope
+
+    dim, half, groups = setup.head_dim, setup.rot_dim // 2, setup.kv_heads
+    heads = setup.heads // groups
+    kinds = 2 if setup.output_gate else 1
+    position = source.numbers(TOKENS, 100_000).double()
+    angles = torch.outer(
+        position, 1e7 ** -torch.linspace(0, 1, half + 1, device=setup.device)[:half].double()
+    )
+    tables = [torch.cat([x, x], -1)[:, None, None].float() for x in (angles.cos(), angles.sin())]
+
+    def ours(qkv, q_weight, k_weight):
+        parts = split_norm_rope(
+            qkv, dim, (q_weight, k_weight), tables, setup.eps, True, gated=setup.output_gate
+        )
+        return torch.cat([x.reshape(TOKENS, 1, -1) for x in parts], -1)
+
+    def truth(qkv, q_weight, k_weight):
+        *query, key, value = qkv.unflatten(-1, (-1, dim)).split([*[heads] * kinds, 1, 1], 3)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None, None, None]
+        turned = []
+        for x, weight in ((query[0], q_weight), (key, k_weight)):
+            x = _normalised(x, setup.eps) * (1 + weight)
+            pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+            turned.append(torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1))
+        parts = turned[0], *query[1:], turned[1], value
+        return torch.cat([x.reshape(TOKENS, 1, -1) for x in parts], -1)
+
+    width = groups * (kinds * heads + 2) * dim
+    return Case(
+        _triton(setup),
+        {
+            "the projection": source.normal(TOKENS, 1, groups, width // groups),
+            "the queries' weight": source.normal(dim),
+            "the keys' weight": source.normal(dim),
+        },
+        differentiated(ours),
+        differentiated(truth),
+        source.normal(TOKENS, 1, width),
+    )
+
+
+def output_gate(setup: Setup, source: Source) -> Case:
+    """The gate of attention's output."""
+    from megatron_gdn.ops.output_gate import gate_output
+
+    groups, heads = setup.kv_heads, setup.heads // setup.kv_heads
+    shape = TOKENS, 1, setup.heads * setup.head_dim
+    return Case(
+        _triton(setup),
+        {"x": source.normal(*shape), "gate": source.normal(TOKENS, 1, groups, heads, setup.head_dim)},
+        differentiated(gate_output),
+        differentiated(lambda x, gate: x * gate.sigmoid().flatten(2)),
+        source.normal(*shape),
+    )
 
 
 def router(setup: Setup, source: Source) -> Case:

@@ -70,6 +70,8 @@ CHECKS: tuple[Check, ...] = (
     *_mixer("convolution with tokens passed on", mixers.convolution, "passes_state", num_spans=3),
     *_mixer("attention", mixers.attention),
     *_mixer("attention to earlier spans", mixers.attention_to_earlier_spans, "splits_attention"),
+    Check("queries and keys", layers.queries_and_keys),
+    Check("output gate", layers.output_gate, lambda s: s.output_gate),
     Check("norm", layers.norm),
     Check("gated norm", layers.gated_norm),
     Check("router", layers.router, lambda s: _has_experts(s) and s.dtype == torch.bfloat16),

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_gdn.ops import causal_conv_triton, norms_triton
+from megatron_gdn.ops import causal_conv_triton, triton_rows
 from megatron_gdn.ops.causal_conv import _TritonConv, causal_conv1d_silu
 from megatron_gdn.ops.gated_delta_rule_gates import _TritonGates
 from megatron_gdn.ops.norms import _TritonNorm
@@ -224,7 +224,7 @@ def test_gates_nearly_closed():
 @pytest.mark.parametrize("machine", MACHINES)
 def test_norms(machine, dim, gated, zero_centered, monkeypatch):
     """Rows that do not fill a block, several blocks per program, parts of a wider tensor."""
-    monkeypatch.setattr(norms_triton, "TILE", 128)
+    monkeypatch.setattr(triton_rows, "TILE", 128)
     shape = (7, 2, 3, dim)
 
     def ours(x, weight, gate=None):
@@ -257,7 +257,7 @@ def angle_tables(positions: Tensor, rot_dim: int, device: str) -> tuple[Tensor, 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_split_norm_rope(machine, groups, queries, dim, share, gated, zero_centered, monkeypatch):
     """Rows that do not fill a block, several blocks per program, two documents, part of the head turned."""
-    monkeypatch.setattr(norms_triton, "TILE", 128)
+    monkeypatch.setattr(triton_rows, "TILE", 128)
     sizes = *[queries * dim] * (2 if gated else 1), dim, dim
     positions = torch.cat([torch.arange(4), torch.arange(3)])
     tables = angle_tables(positions, int(share * dim), machine[0])
@@ -290,7 +290,7 @@ def test_split_norm_rope(machine, groups, queries, dim, share, gated, zero_cente
 @pytest.mark.parametrize("machine", MACHINES)
 def test_output_gate(machine, heads, dim, monkeypatch):
     """Gates that are parts of a projection, from closed to wide open."""
-    monkeypatch.setattr(norms_triton, "TILE", 128)
+    monkeypatch.setattr(triton_rows, "TILE", 128)
 
     def ours(x, projection):
         return [_TritonGate.apply(x, projection[..., 8:-8].unflatten(-1, (heads, dim)))]

@@ -24,8 +24,9 @@ ALLOWED = {
     # The doors, and the kernels behind them.
     "ops.gated_delta_rule": {"rows", *(f"ops.gated_delta_rule_{part}" for part in RULE_PARTS)},
     "ops.causal_conv": {"cp_layout", "rows", "ops.causal_conv_triton"},
-    "ops.norms": {"cp_layout", "rows", "ops.norms_triton"},
-    "ops.*": {"cp_layout", "rows", "ops.triton_math"},
+    "ops.norms": {"cp_layout", "rows", "ops.norms_triton", "ops.triton_rows"},
+    "ops.qk_norm_rope": {"ops.qk_norm_rope_triton", "ops.norms", "ops.triton_rows"},
+    "ops.*": {"cp_layout", "rows", "ops.triton_math", "ops.triton_rows"},
     # It sees kernels through their doors, as layers do, and no layer.
     "self_test.*": {"rows", "ops.*", "self_test.*"},
 }

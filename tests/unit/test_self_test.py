@@ -16,6 +16,8 @@ from megatron_gdn.ops import (
     grouped_gemm,
     linear_cross_entropy,
     norms,
+    output_gate,
+    qk_norm_rope,
     router_logits,
     row_sums,
     swiglu,
@@ -88,6 +90,8 @@ BROKEN = {
     "attention to earlier spans, one document": (
         attention_torch, "backward", scaled_result(2), "gradient of v",
     ),
+    "queries and keys": (qk_norm_rope, "apply_rope", wrong_gradient(0), "gradient of the queries' weight"),
+    "output gate": (output_gate, "gate_output", wrong_gradient(1), "gradient of gate"),
     "norm": (norms, "rms_norm", wrong_gradient(1), "gradient of weight"),
     "gated norm": (norms, "gated_rms_norm", wrong_gradient(1), "gradient of gate"),
     "rows of experts": (row_sums, "sum_rows", wrong_gradient(0), "gradient of x"),
